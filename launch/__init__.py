@@ -1,0 +1,1 @@
+"""Everything about processes: command line, configuration, coordinator, supervision and reports."""

@@ -1,0 +1,25 @@
+"""The exception tree.
+
+DraftwireError
+├── RequestError    the request is wrong: nothing was started, exit code 2
+├── RunError        the run failed: exit code 1
+└── ProtocolError   a peer, a message or a layout is not what the contract says
+"""
+
+from __future__ import annotations
+
+
+class DraftwireError(Exception):
+    """Base of everything that draftwire raises on purpose; `str(error)` is one line for a person."""
+
+
+class RequestError(DraftwireError):
+    """The user's request cannot be carried out: names the file, line or field and what to do."""
+
+
+class RunError(DraftwireError):
+    """A run failed: names the process, the reason and where its log is."""
+
+
+class ProtocolError(DraftwireError):
+    """A peer, a message or a memory layout breaks the contract of docs/protocol.md."""

@@ -1,0 +1,232 @@
+"""Every control message as a frozen struct; docs/protocol.md gives the grammar and the order they come in.
+
+A block is named by (step, index); `attempt` numbers grow over a run, so a late message about an earlier try is
+recognised and dropped. Comments say who sends a message and what it promises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from protocol.block import Table
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="t", tag=str.lower):
+    """Base of all messages; the wire map holds the class name in lower case under "t"."""
+
+
+# --- joining ---------------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """peer -> coordinator, first of all. `token` proves that the launcher started the peer; `schema` hashes target,
+    taps, dtype, width, tokenizer and plan, which must agree."""
+
+    role: str
+    name: str
+    rank: int
+    pid: int
+    host: str
+    token: str
+    schema: str
+    versions: dict[str, str]
+
+
+class Welcome(Message, frozen=True):
+    """coordinator -> peer. Slot geometry, and how often to send HEARTBEAT."""
+
+    slots: int
+    slot_bytes: int
+    heartbeat_s: float
+
+
+class Reject(Message, frozen=True):
+    """coordinator -> peer: a reason that a user can act on. The peer ends with it."""
+
+    reason: str
+
+
+# --- work ------------------------------------------------------------------------------------------------------------
+
+
+class Want(Message, frozen=True):
+    """producer -> coordinator: I can fill one more block of this kind ("model" or "replay")."""
+
+    kind: str
+
+
+class Lease(Message, frozen=True):
+    """coordinator -> producer: fill these positions of the block, in this slot. Token ids and masks of the whole block
+    travel along (int32 and uint8 bytes, concatenated), so that a producer needs no dataset."""
+
+    step: int
+    index: int
+    kind: str
+    attempt: int
+    slot: int
+    samples: tuple[int, ...]
+    lengths: tuple[int, ...]
+    positions: tuple[int, ...]
+    token_ids: bytes
+    loss_mask: bytes
+
+
+class Ready(Message, frozen=True):
+    """producer -> coordinator: the commit marker. Sent after the last byte is in the slot; `checksum` is the 64-bit
+    sum of the features."""
+
+    step: int
+    index: int
+    kind: str
+    attempt: int
+    checksum: int
+    busy_s: float
+
+
+class Nack(Message, frozen=True):
+    """producer -> coordinator: this lease cannot be filled; the slot has been left alone since."""
+
+    step: int
+    index: int
+    kind: str
+    attempt: int
+    reason: str
+    retryable: bool
+
+
+# --- delivery --------------------------------------------------------------------------------------------------------
+
+
+class Credit(Message, frozen=True):
+    """consumer -> coordinator: I can hold this many more blocks."""
+
+    blocks: int
+
+
+class Deliver(Message, frozen=True):
+    """coordinator -> consumer: a block's descriptor. `slot` -1 marks an empty block of weight zero."""
+
+    step: int
+    index: int
+    micro_step: int
+    micro_steps: int
+    epoch: int
+    attempt: int
+    slot: int
+    table: Table
+    samples: tuple[int, ...]
+    checksum: int
+
+
+class Verified(Message, frozen=True):
+    """consumer -> coordinator: the block is on my device and sound."""
+
+    step: int
+    index: int
+    attempt: int
+
+
+class Release(Message, frozen=True):
+    """consumer -> coordinator: its bytes are copied out, the slot is yours. Says nothing about training."""
+
+    step: int
+    index: int
+    attempt: int
+
+
+class Bad(Message, frozen=True):
+    """consumer -> coordinator: poison. `samples` names the culprits, or is empty when all are suspect."""
+
+    step: int
+    index: int
+    attempt: int
+    samples: tuple[int, ...]
+    reason: str
+
+
+class Go(Message, frozen=True):
+    """coordinator -> consumers: every rank may run this micro-step. `stop` rides on the first micro-step of a step:
+    checkpoint at this boundary and end, without running it."""
+
+    step: int
+    micro_step: int
+    stop: bool
+
+
+class Checkpointed(Message, frozen=True):
+    """consumer -> coordinator: a checkpoint whose cursor says `next_step` is durable."""
+
+    next_step: int
+
+
+# --- life ------------------------------------------------------------------------------------------------------------
+
+
+class Heartbeat(Message, frozen=True):
+    """both ways: I am alive; `progress` grows with work done, so that a hang can be told from slowness."""
+
+    progress: int
+
+
+class Report(Message, frozen=True):
+    """consumer -> coordinator: one row for metrics.jsonl (`kind` "step" or "eval")."""
+
+    kind: str
+    row: dict[str, Any]
+
+
+class Snapshot(Message, frozen=True):
+    """coordinator -> launcher, each second: what the run is doing, for the progress line and status.json."""
+
+    state: dict[str, Any]
+
+
+class Gone(Message, frozen=True):
+    """launcher -> coordinator: the child of this name has been reaped; nothing of it writes any more."""
+
+    name: str
+
+
+class Order(Message, frozen=True):
+    """launcher -> coordinator: "stop" (checkpoint at the next step boundary, then end) or "end" (end now)."""
+
+    order: str
+
+
+class Stop(Message, frozen=True):
+    """coordinator -> peer: end; `reason` goes to the log."""
+
+    reason: str
+
+
+class Error(Message, frozen=True):
+    """coordinator -> launcher: the run cannot go on; `text` is the one line for the user."""
+
+    text: str
+
+
+AnyMessage = (
+    Hello
+    | Welcome
+    | Reject
+    | Want
+    | Lease
+    | Ready
+    | Nack
+    | Credit
+    | Deliver
+    | Verified
+    | Release
+    | Bad
+    | Go
+    | Checkpointed
+    | Heartbeat
+    | Report
+    | Snapshot
+    | Gone
+    | Order
+    | Stop
+    | Error
+)

@@ -1,0 +1,127 @@
+"""One side of the conversation with the coordinator: a thread that owns the DEALER socket.
+
+Other threads never touch the socket: they put messages into a bounded outbox and read a bounded inbox. The thread
+sends heartbeats by itself, so a long forward pass does not look like a hang, and ends loudly when the coordinator has
+said nothing for `silence_s`.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+
+import zmq
+
+from protocol import sockets
+from protocol.codec import Envelope, decode, encode
+from protocol.errors import ProtocolError, RunError
+from protocol.messages import AnyMessage, Heartbeat, Hello, Message, Reject, Stop, Welcome
+from protocol.version import DRAFTWIRE_VERSION
+
+QUEUE_MESSAGES = 1024
+JOIN_S = 60.0
+
+
+class Peer:
+    """A joined peer. `inbox` yields messages; Stop is the last one, also when the coordinator is lost."""
+
+    def __init__(self, address: str, run: str, hello: Hello, silence_s: float = 60.0) -> None:
+        self.inbox: queue.Queue[AnyMessage] = queue.Queue(QUEUE_MESSAGES)
+        self.progress = 0
+        self._envelope = Envelope(run, 0)
+        self._silence_s = silence_s
+        self._outbox: queue.Queue[Message] = queue.Queue(QUEUE_MESSAGES)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = threading.Event()
+        self._joined: queue.Queue[Welcome | Reject | ProtocolError] = queue.Queue(1)
+        self._thread = threading.Thread(target=self._run, args=(address, hello), name="peer", daemon=True)
+        self._thread.start()
+        self.welcome = self._await_welcome()
+
+    def send(self, message: Message) -> None:
+        """Queues a message; blocks when QUEUE_MESSAGES are waiting, raises RunError when that lasts for a minute."""
+        try:
+            self._outbox.put(message, timeout=self._silence_s)
+        except queue.Full:
+            raise RunError("the coordinator takes no more messages") from None
+        os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Sends what is queued, then ends the thread and closes the socket."""
+        self._closing.set()
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join(timeout=10)
+        os.close(self._wake_fd)
+
+    def _await_welcome(self) -> Welcome:
+        try:
+            answer = self._joined.get(timeout=JOIN_S)
+        except queue.Empty:
+            answer = ProtocolError(f"no answer from the coordinator within {JOIN_S:.0f} s")
+        if isinstance(answer, Welcome):
+            return answer
+        self.close()
+        raise answer if isinstance(answer, ProtocolError) else ProtocolError(f"refused: {answer.reason}")
+
+    def _run(self, address: str, hello: Hello) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        dealer = sockets.dealer(context, address)
+        try:
+            dealer.send(encode(hello, self._envelope))
+            reason = self._loop(dealer)
+        except (zmq.ZMQError, ProtocolError) as error:
+            reason = str(error)
+        finally:
+            dealer.close()
+            context.term()
+        if not self._closing.is_set():
+            self.inbox.put(Stop(reason=reason))
+
+    def _loop(self, dealer: zmq.Socket[bytes]) -> str:
+        poller = zmq.Poller()
+        poller.register(dealer, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        heartbeat_s, heard, beat = 1.0, time.monotonic(), time.monotonic()
+        while True:
+            ready = dict(poller.poll(int(heartbeat_s * 500)))
+            now = time.monotonic()
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+            while not self._outbox.empty():
+                dealer.send(encode(self._outbox.get_nowait(), self._envelope))
+            if dealer in ready:
+                heard = now
+                while dealer.poll(0):
+                    self._envelope, message = decode(dealer.recv())
+                    if isinstance(message, Welcome | Reject):
+                        self._joined.put(message)
+                        heartbeat_s = message.heartbeat_s if isinstance(message, Welcome) else heartbeat_s
+                    elif not isinstance(message, Heartbeat):
+                        self.inbox.put(message)
+                        if isinstance(message, Stop):
+                            self._closing.set()
+            if self._closing.is_set() and self._outbox.empty():
+                return "closed"
+            if now - heard > self._silence_s:
+                return f"the coordinator has been silent for {self._silence_s:.0f} s"
+            if now - beat > heartbeat_s:
+                dealer.send(encode(Heartbeat(progress=self.progress), self._envelope))
+                beat = now
+
+
+def hello(role: str, name: str, rank: int, token: str, schema: str) -> Hello:
+    """The HELLO of this process."""
+    versions = {"draftwire": DRAFTWIRE_VERSION, "pyzmq": zmq.pyzmq_version(), "libzmq": zmq.zmq_version()}
+    return Hello(
+        role=role,
+        name=name,
+        rank=rank,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        token=token,
+        schema=schema,
+        versions=versions,
+    )
