@@ -93,6 +93,11 @@ def views(payload: memoryview, table: Table) -> dict[str, NDArray[np.generic]]:
     return arrays
 
 
-def same_layout(table: Table, expected: Table) -> bool:
-    """Whether a received table is exactly the one that the plan implies."""
-    return table == expected
+def checksum(features: NDArray[np.generic]) -> int:
+    """The 64-bit sum of a contiguous array's bytes, read as little-endian words (modulo 2**64).
+
+    Catches a flipped bit, a torn or a stale slot; sums of parts add up to the sum of the whole when every part is a
+    whole number of 8-byte words, else 2-byte words are summed.
+    """
+    words = features.reshape(-1).view(np.uint64 if features.shape[-1] * features.itemsize % 8 == 0 else np.uint16)
+    return int(words.sum(dtype=np.uint64))

@@ -155,6 +155,13 @@ class Go(Message, frozen=True):
     stop: bool
 
 
+class Quarantine(Message, frozen=True):
+    """coordinator -> consumers: every sample (as a decimal string) that takes part no more, and why. Comes before any
+    block that leaves one out, so that the next cursor holds it."""
+
+    samples: dict[str, str]
+
+
 class Checkpointed(Message, frozen=True):
     """consumer -> coordinator: a checkpoint whose cursor says `next_step` is durable."""
 
@@ -221,6 +228,7 @@ AnyMessage = (
     | Release
     | Bad
     | Go
+    | Quarantine
     | Checkpointed
     | Heartbeat
     | Report

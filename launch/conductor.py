@@ -1,0 +1,230 @@
+"""The coordinator's decisions: messages in, messages out. No sockets, no clock, no files.
+
+It joins the ledger (which block next, in which slot), the gate (which micro-step may run) and the counters (what a
+person wants to see). The coordinator process feeds it and sends what it answers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.block import block_table
+from protocol.gate import STOP, VerifiedGate
+from protocol.grants import Delivery, Key, Lease
+from protocol.job import Job
+from protocol.ledger import Ledger
+from protocol.messages import (
+    AnyMessage,
+    Bad,
+    Checkpointed,
+    Credit,
+    Deliver,
+    Error,
+    Go,
+    Hello,
+    Message,
+    Nack,
+    Order,
+    Quarantine,
+    Ready,
+    Release,
+    Report,
+    Stop,
+    Verified,
+    Want,
+)
+from protocol.messages import Lease as LeaseMessage
+from protocol.plan import Plan
+
+LAUNCHER = "launcher"
+
+
+class Samples(Protocol):
+    """What is asked of the token dataset."""
+
+    def tokens(self, index: int) -> NDArray[np.int32]: ...
+
+    def mask(self, index: int) -> NDArray[np.uint8]: ...
+
+
+class Conductor:
+    """Decides for one start of a run. `out` holds (peer name, message) pairs to send, oldest first; `rows` holds
+    (kind, row) pairs for metrics.jsonl; `ended` is set once everyone has been told to stop."""
+
+    def __init__(self, job: Job, plan: Plan, samples: Samples) -> None:
+        self.out: list[tuple[str, Message]] = []
+        self.rows: list[tuple[str, dict[str, Any]]] = []
+        self.ended = False
+        self.produced_tokens = 0
+        self.busy_s = 0.0
+        self.streamed_bytes = 0
+        self._job, self._plan, self._samples = job, plan, samples
+        ranks = len(job.consumers)
+        quarantined = {int(sample): reason for sample, reason in job.quarantined.items()}
+        self.ledger = Ledger(plan, job.slots, ranks, next_step=job.start_step, quarantined=quarantined)
+        self.gate = VerifiedGate(ranks, plan.total_steps, plan.micro_steps, job.start_step)
+        self._ranks: dict[str, int] = {}
+        self._credit: Counter[int] = Counter()
+        self._wants: list[tuple[str, str]] = []
+        self._sums: dict[int, int] = {}  # lease attempt -> checksum
+        self._held: dict[Key, Delivery] = {}
+        self._known_quarantined = len(quarantined)
+
+    # --- events ---
+
+    def joined(self, hello: Hello) -> None:
+        """A peer was admitted. A consumer learns at once what is quarantined."""
+        if hello.role == "consumer":
+            self._ranks[hello.name] = hello.rank
+            self._credit[hello.rank] = 0
+            self._tell_quarantine([hello.name])
+
+    def gone(self, name: str) -> None:
+        """A child has been reaped: what it was filling is open again."""
+        self._wants = [want for want in self._wants if want[0] != name]
+        reopened = self.ledger.holder_died(name)
+        blocks = ", ".join(f"step {lease.step} block {lease.index}" for lease in reopened) or "none"
+        self.rows.append(("event", {"what": "gone", "text": f"{name} is gone; blocks leased anew: {blocks}"}))
+        self._pump()
+
+    def handle(self, name: str, message: AnyMessage) -> None:
+        """One message of an admitted peer."""
+        match message:
+            case Want(kind=kind):
+                self._wants.append((name, kind))
+            case Ready():
+                self._ready(name, message)
+            case Nack():
+                key = (message.step, message.index)
+                self.ledger.nack(
+                    key, message.kind, message.attempt, name, retryable=message.retryable, reason=message.reason
+                )
+            case Credit(blocks=blocks):
+                self._credit[self._ranks[name]] += blocks
+            case Verified():
+                if held := self._current(message):
+                    self.gate.verified(held.step, held.micro_step, held.rank)
+            case Release():
+                if self.ledger.release((message.step, message.index), message.attempt):
+                    del self._held[message.step, message.index]
+            case Bad():
+                self._bad(message)
+            case Report(kind=kind, row=row):
+                self.rows.append((kind, row))
+            case Checkpointed(next_step=step):
+                self.rows.append(("event", {"what": "checkpoint", "text": f"checkpoint at step {step}", "step": step}))
+            case Order(order=order):
+                self._order(order)
+            case _:
+                self.rows.append(("event", {"what": "ignored", "text": f"{type(message).__name__} from {name}"}))
+        self._pump()
+
+    # --- inside ---
+
+    def _ready(self, name: str, message: Ready) -> None:
+        key = (message.step, message.index)
+        leased = next((lease for lease in self.ledger.live_leases if lease.attempt == message.attempt), None)
+        if self.ledger.ready(key, message.kind, message.attempt, name) and leased is not None:
+            self._sums[message.attempt] = message.checksum
+            self.busy_s += message.busy_s
+            self.produced_tokens += sum(len(self._samples.tokens(sample)) for sample in leased.samples)
+
+    def _bad(self, message: Bad) -> None:
+        if held := self._current(message):
+            self.gate.bad(held.step, held.micro_step, held.rank)
+            del self._held[held.key]
+            self.rows.append(
+                ("event", {"what": "bad", "text": f"step {held.step} block {held.index}: {message.reason}"})
+            )
+            self.ledger.bad(held.key, message.attempt, message.samples or None, message.reason)
+
+    def _current(self, message: Verified | Bad) -> Delivery | None:
+        """The delivery that a consumer speaks of, unless it is an earlier one."""
+        held = self._held.get((message.step, message.index))
+        return held if held is not None and held.attempt == message.attempt else None
+
+    def _order(self, order: str) -> None:
+        if order == STOP:
+            self.gate.order([STOP])
+            self.ledger.paused = True
+        else:
+            self.ended = True
+            self.out += [(peer, Stop(reason=order)) for peer in self._peers_of_work()]
+
+    def _peers_of_work(self) -> list[str]:
+        names = [f"producer-{index}" for index in range(len(self._job.producers))]
+        return names + sorted(self._ranks)
+
+    def _pump(self) -> None:
+        """Everything that the last event made possible."""
+        self._check_quarantine()
+        waiting, self._wants = self._wants, []
+        for name, kind in waiting:
+            lease = self.ledger.want(name, kind)
+            if lease is None:
+                self._wants.append((name, kind))
+            else:
+                self.out.append((name, self._lease_message(lease)))
+        for name, rank in self._ranks.items():
+            while self._credit[rank] > 0 and (delivery := self.ledger.next_delivery(rank)) is not None:
+                self._credit[rank] -= 1
+                self._held[delivery.key] = delivery
+                self.out.append((name, self._deliver_message(delivery)))
+        while (go := self.gate.go()) is not None:
+            message = Go(step=go.step, micro_step=go.micro_step, stop=STOP in go.orders)
+            self.out += [(name, message) for name in self._ranks]
+
+    def _check_quarantine(self) -> None:
+        if self.ledger.exhausted:
+            self.out.append((LAUNCHER, Error(text="every slot of the ring is lost: producers could not be ended")))
+        quarantined = self.ledger.quarantined
+        if len(quarantined) == self._known_quarantined:
+            return
+        self._known_quarantined = len(quarantined)
+        newest = list(quarantined.items())[-1]
+        text = f"{len(quarantined)} samples are quarantined, the last one sample {newest[0]}: {newest[1]}"
+        self.rows.append(("event", {"what": "quarantine", "text": text, "samples": len(quarantined)}))
+        self._tell_quarantine(list(self._ranks))
+        if len(quarantined) > self._job.quarantine_limit * self._plan.total_samples:
+            self.out.append((LAUNCHER, Error(text=f"{text}; that is over train.quarantine_limit")))
+
+    def _tell_quarantine(self, names: list[str]) -> None:
+        samples = {str(sample): reason for sample, reason in self.ledger.quarantined.items()}
+        self.out += [(name, Quarantine(samples=samples)) for name in names]
+
+    def _lease_message(self, lease: Lease) -> LeaseMessage:
+        tokens = [self._samples.tokens(sample) for sample in lease.block_samples]
+        masks = [self._samples.mask(sample) for sample in lease.block_samples]
+        return LeaseMessage(
+            step=lease.step,
+            index=lease.index,
+            kind=lease.kind,
+            attempt=lease.attempt,
+            slot=lease.slot,
+            samples=lease.block_samples,
+            lengths=tuple(len(ids) for ids in tokens),
+            positions=tuple(lease.block_samples.index(sample) for sample in lease.samples),
+            token_ids=np.concatenate(tokens).astype("<i4").tobytes(),
+            loss_mask=np.concatenate(masks).tobytes(),
+        )
+
+    def _deliver_message(self, delivery: Delivery) -> Deliver:
+        tokens = sum(len(self._samples.tokens(sample)) for sample in delivery.samples)
+        table = block_table(tokens, len(delivery.samples), self._job.width, self._job.dtype)
+        self.streamed_bytes += sum(spec.nbytes for spec in table)
+        return Deliver(
+            step=delivery.step,
+            index=delivery.index,
+            micro_step=delivery.micro_step,
+            micro_steps=self._plan.micro_steps(delivery.step),
+            epoch=self._plan.locate(delivery.step)[0],
+            attempt=delivery.attempt,
+            slot=-1 if delivery.slot is None else delivery.slot,
+            table=table,
+            samples=delivery.samples,
+            checksum=sum(self._sums.pop(part.attempt) for part in delivery.parts) % 2**64,
+        )

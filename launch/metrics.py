@@ -1,0 +1,49 @@
+"""metrics.jsonl: one row a line, appended while the run lives, readable by anyone.
+
+Every row has `kind` and `time`. A `start` row with `step` s begins a new stretch: what was recorded past s before it
+comes again, so those rows are superseded.
+
+    start  step (steps done when this stretch began), versions, machine, placement
+    step   step, epoch, loss, accuracy (per slot), lr, grad_norm, samples, tokens, samples_trained, tokens_trained
+    eval   step, acceptance_mean, acceptance_per_position, ...
+    stream step, ring, producer_tokens_per_s, consumer_tokens_per_s, waits, bytes_streamed
+    event  what, text        (restart, quarantine, checkpoint)
+    end    state (done, failed, interrupted), reason
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def append_row(path: Path, kind: str, row: Row) -> None:
+    """Appends one row; the line is written in one call, so that a reader never sees half of one."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"kind": kind, "time": round(time.time(), 3)} | row) + "\n")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows that count, oldest first: superseded `step` and `eval` rows are left out, as is a torn last line."""
+    rows: list[Row] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return rows
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if row["kind"] == "start":
+            rows = [old for old in rows if old["kind"] not in ("step", "eval") or old["step"] <= row["step"]]
+        rows.append(row)
+    return rows
+
+
+def of_kind(rows: list[Row], kind: str) -> list[Row]:
+    return [row for row in rows if row["kind"] == kind]

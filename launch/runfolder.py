@@ -1,0 +1,60 @@
+"""A run's folder: names, the lock that says whether the run is alive, and its checkpoints.
+
+runs/NAME/  config.resolved.json  job.json  plan.json  metrics.jsonl  log/
+            target_io.safetensors  eval.safetensors  checkpoints/  export/
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from protocol.errors import RequestError
+
+LOCK_NAME = ".lock"
+
+
+def find_run(name: str, runs: Path = Path("runs")) -> Path:
+    """The folder of a run given by path, by name under `runs`, or as "latest". RequestError when there is none."""
+    if name == "latest":
+        found = sorted(runs.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise RequestError(f"no run in {runs}/ yet: `draftwire run CONFIG` starts one")
+        return found[-1].parent
+    for folder in (Path(name), runs / name):
+        if (folder / "config.resolved.json").is_file():
+            return folder
+    known = ", ".join(sorted(path.parent.name for path in runs.glob("*/config.resolved.json"))) or "none"
+    raise RequestError(f"{name}: no run of that name or path (runs in {runs}/: {known})")
+
+
+class RunLock:
+    """Held by the launcher for as long as the run lives; the kernel lets go of it however the launcher ends."""
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise RequestError(f"{run_dir}: this run is alive; stop it first, or choose another run.name") from None
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+def is_alive(run_dir: Path) -> bool:
+    """Whether a launcher holds this run's lock."""
+    try:
+        fd = os.open(run_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,146 @@
+"""The normal form of a conversation: what every accepted row format becomes before the chat template sees it.
+
+Rules, stated once:
+- Roles have aliases (human -> user, gpt -> assistant, ...); `developer` is the newer name of `system`.
+- A top-level `system` text is the first turn.
+- Content parts must be text; several are joined with a newline, as serving engines do.
+- Null content is allowed only beside tool calls, and is the empty text. An assistant turn with neither text nor tool
+  calls makes the row unusable: there is nothing to learn from it.
+- Tool-call arguments become an object, whichever way they were written.
+A row is kept whole or skipped with a reason; nothing inside a kept row is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from producer.rows import SkipRow
+
+_ROLES = {
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", "function_call"),
+    "system": ("system", "developer"),
+    "tool": ("tool", "function", "observation", "function_response", "tool_response"),
+}
+ROLE_OF = {alias: role for role, aliases in _ROLES.items() for alias in aliases}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_MESSAGE_KEYS = ("name", "tool_call_id")
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages with the keys `role` and `content` (text), and where they apply `reasoning_content`, `tool_calls`,
+    `name`, `tool_call_id`; `tools` are the tool definitions that the target was shown."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+    def prompt(self) -> Conversation:
+        """What the target was asked: the conversation without its last turn when that is the assistant's.
+
+        Raises SkipRow when nothing is left that could be answered.
+        """
+        turns = self.messages[:-1] if self.messages[-1]["role"] == "assistant" else self.messages
+        if not turns or turns[-1]["role"] not in ("user", "tool"):
+            raise SkipRow("no prompt to answer", "the conversation has no user turn before its last answer")
+        return Conversation(turns, self.tools)
+
+
+def conversation_of(row: dict[str, Any], kind: str) -> Conversation:
+    """The normal form of a row in the format `kind`, "messages" or "sharegpt". Raises SkipRow with the reason."""
+    key = "messages" if kind == "messages" else "conversations"
+    turns = row.get(key)
+    if not isinstance(turns, list):
+        raise SkipRow(f"no list under {key!r}", f"it is {json.dumps(turns)[:60]}" if key in row else "")
+    if not turns:
+        raise SkipRow("empty conversation")
+    messages = [_message(turn, place) for place, turn in enumerate(turns)]
+    system = row.get("system")
+    if isinstance(system, str) and system:
+        messages.insert(0, {"role": "system", "content": system})
+    elif system:
+        raise SkipRow("system is not text", f"it is a {type(system).__name__}")
+    return Conversation(tuple(messages), _tools(row.get("tools")))
+
+
+def _message(turn: Any, place: int) -> Message:
+    if not isinstance(turn, dict):
+        raise SkipRow("turn is not an object", f"turn {place} is a {type(turn).__name__}")
+    named = turn.get("role", turn.get("from"))
+    role = ROLE_OF.get(named.strip().lower()) if isinstance(named, str) else None
+    if role is None:
+        raise SkipRow("unknown role", f"turn {place} has role {json.dumps(named)[:60]}")
+    content: Any = next((turn[key] for key in ("content", "value", "text") if key in turn), None)
+    if named == "function_call":
+        return {"role": role, "content": "", "tool_calls": [_tool_call(_loaded(content, place), place)]}
+    message: Message = {"role": role, "content": _text(content, place)}
+    message.update({key: turn[key] for key in _MESSAGE_KEYS if isinstance(turn.get(key), str)})
+    if role == "assistant":
+        reasoning = next((turn[key] for key in _REASONING_KEYS if turn.get(key)), None)
+        if reasoning is not None:
+            message["reasoning_content"] = _text(reasoning, place)
+        if turn.get("tool_calls"):
+            calls = turn["tool_calls"]
+            if not isinstance(calls, list):
+                raise SkipRow("tool_calls is not a list", f"turn {place}")
+            message["tool_calls"] = [_tool_call(call, place) for call in calls]
+        elif not message["content"]:
+            raise SkipRow("empty assistant turn", f"turn {place}")
+    elif content is None:
+        raise SkipRow("null content", f"turn {place} ({role})")
+    return message
+
+
+def _text(content: Any, place: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise SkipRow("content is neither text nor parts", f"turn {place} has a {type(content).__name__}")
+    texts: list[str] = []
+    for part in content:
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind not in _TEXT_PARTS or not isinstance(text, str):
+            raise SkipRow("content part is not text", f"turn {place} has a part of type {json.dumps(kind)[:40]}")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool_call(call: Any, place: int) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise SkipRow("tool call without a function name", f"turn {place}")
+    arguments = function.get("arguments", function.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _loaded(arguments or "{}", place)
+    if not isinstance(arguments, dict):
+        raise SkipRow("tool call arguments are not a JSON object", f"turn {place}")
+    result: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    if isinstance(call.get("id"), str):
+        result["id"] = call["id"]
+    return result
+
+
+def _loaded(text: Any, place: int) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        raise SkipRow("tool call arguments are not a JSON object", f"turn {place}") from None
+
+
+def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise SkipRow("tools are not JSON") from None
+    if not tools:
+        return ()
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise SkipRow("tools are not a list of objects")
+    return tuple(tools)

@@ -1,0 +1,112 @@
+"""The one-off process before producers start: token dataset, `target_io.safetensors` and `eval.safetensors`.
+
+    python -P -m producer.setup ARGS.json
+
+It gets a local model folder and resolves nothing itself. What is there and current is left alone; the target is
+loaded only when something must be made from it. Progress goes to stdout line by line; exit code 0 when all files are
+there, 2 with one line on stderr when the request was wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import transformers
+
+from producer.config import DataConfig, TargetConfig
+from producer.evalshard import held_out_prompts, shard_fingerprint, write_eval_shard
+from producer.locate import read_target_facts, target_fingerprint
+from producer.prepare import prepare
+from producer.samples import SampleMaker
+from producer.target import Target, load_target, stop_ids
+from producer.target_io import is_current, write_target_io
+from producer.template import load_tokenizer
+from protocol.dataset import TokenDataset
+from protocol.errors import RequestError
+
+
+class SetupArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ARGS.json holds. `device` is where the target runs for evaluation answers ("cpu", "cuda:0")."""
+
+    target_dir: str
+    target: TargetConfig
+    data: DataConfig
+    run_dir: str
+    dataset_dir: str
+    taps: tuple[int, ...]
+    eval_prompts: int
+    eval_max_new_tokens: int
+    device: str = "cpu"
+
+
+def run_setup(args: SetupArgs, say: Callable[[str], None]) -> TokenDataset:
+    """Makes what is missing, in the order of its cost, and returns the dataset. Raises RequestError."""
+    folder, run_dir = Path(args.target_dir), Path(args.run_dir)
+    facts = read_target_facts(folder)
+    wrong = [tap for tap in args.taps if not 0 <= tap < facts["num_layers"]]
+    if wrong:
+        raise RequestError(f"drafter.taps: {wrong[0]} is not a layer; {folder.name} has 0 to {facts['num_layers'] - 1}")
+    tokenizer = load_tokenizer(folder, args.target.trust_remote_code)
+    dataset = prepare(args.data, tokenizer, facts, Path(args.dataset_dir), say)
+    weights = target_fingerprint(folder, args.target, args.device)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    target: Target | None = None
+    io_path, eval_path = run_dir / "target_io.safetensors", run_dir / "eval.safetensors"
+    if not is_current(io_path, weights):
+        target = _loaded(args, say)
+        write_target_io(io_path, target, weights)
+        say(f"wrote {io_path}")
+    if not args.data.eval:
+        say("data.eval is not set: no evaluation shard, acceptance length will not be measured")
+        return dataset
+    fingerprint = shard_fingerprint(
+        args.data, dataset.fingerprint, weights, args.taps, args.eval_prompts, args.eval_max_new_tokens
+    )
+    if not is_current(eval_path, fingerprint):
+        maker = SampleMaker(tokenizer, int(facts["vocab_size"]), args.data.max_length)
+        prompts = held_out_prompts(args.data, maker, args.eval_prompts, say)
+        target = target or _loaded(args, say)
+        rows = write_eval_shard(
+            eval_path,
+            target,
+            args.taps,
+            prompts,
+            stop_ids=stop_ids(target, tokenizer),
+            max_new_tokens=args.eval_max_new_tokens,
+            fingerprint=fingerprint,
+            say=say,
+        )
+        say(f"wrote {eval_path}: {rows} prompts with the target's own answers")
+    return dataset
+
+
+def main(path: str) -> int:
+    """Runs the set-up that the JSON file `path` describes; returns the exit code."""
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        try:
+            args = msgspec.json.decode(Path(path).read_bytes(), type=SetupArgs)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise RequestError(f"{path}: {error}") from None
+        run_setup(args, lambda line: print(line, flush=True))
+    except RequestError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def _loaded(args: SetupArgs, say: Callable[[str], None]) -> Target:
+    say(f"loading the target from {args.target_dir} on {args.device}")
+    return load_target(Path(args.target_dir), args.target, args.device)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -P -m producer.setup ARGS.json")
+    sys.exit(main(sys.argv[1]))

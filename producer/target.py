@@ -1,0 +1,108 @@
+"""Loads the frozen target for text-only hidden states, and finds its parts by structure instead of by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from producer.config import TargetConfig
+from producer.locate import feature_dtype, read_target_facts
+from protocol.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loaded target in eval mode, without gradients.
+
+    `model` is the whole causal LM (for generation), `text` the decoder stack without the head, `layers` its decoder
+    layers, `embedding` and `head` the modules that hold the weights `[V, H]`. `facts` is `read_target_facts`.
+    """
+
+    model: Any
+    text: nn.Module
+    layers: nn.ModuleList
+    embedding: nn.Module
+    head: nn.Module
+    facts: dict[str, Any]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_target(folder: Path, config: TargetConfig, device: str) -> Target:
+    """The target out of the local model `folder` on `device` ("cpu", "cuda:0").
+
+    Raises RequestError when transformers does not know the architecture, when the checkpoint lacks tensors (they would
+    silently be random), or when decoder layers, embedding or output head cannot be told apart.
+    """
+    facts = read_target_facts(folder)
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, feature_dtype(config, facts, device)),
+        "attn_implementation": config.attn,
+        "trust_remote_code": config.trust_remote_code,
+        "local_files_only": True,
+        "output_loading_info": True,
+    }
+    text_model: Any = transformers.AutoModelForCausalLM
+    multimodal: Any = transformers.AutoModelForImageTextToText
+    try:
+        model, info = text_model.from_pretrained(folder, **options)
+    except ValueError as refused:
+        try:
+            model, info = multimodal.from_pretrained(folder, **options)
+        except ValueError:
+            raise RequestError(f"{folder}: transformers cannot load it: {str(refused).splitlines()[0]}") from refused
+    absent = sorted([*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])])
+    if absent:
+        extra = ", ".join(sorted(info["unexpected_keys"])[:8]) or "none"
+        raise RequestError(f"{folder}: the checkpoint lacks {', '.join(absent[:8])}; tensors without a place: {extra}")
+    return as_target(model.to(device), facts)
+
+
+def as_target(model: Any, facts: dict[str, Any]) -> Target:
+    """Wraps a loaded causal LM. Raises RequestError when its layers, embedding or head cannot be found."""
+    model.eval().requires_grad_(False)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    shape = (facts["vocab_size"], facts["hidden_size"])
+    for name, module in (("input embedding", embedding), ("output head", head)):
+        weight = getattr(module, "weight", None)
+        if weight is None or weight.shape[1:] != shape[1:] or weight.shape[0] < 1:
+            near = [key for key, value in model.named_parameters() if value.ndim == 2 and shape[0] in value.shape]
+            raise RequestError(f"no {name} of shape {shape} in {type(model).__name__}; candidates: {near or 'none'}")
+    text, layers = _decoder(model, embedding, int(facts["num_layers"]))
+    return Target(model, text, layers, embedding, head, facts, embedding.weight.dtype, embedding.weight.device)
+
+
+def _decoder(model: nn.Module, embedding: nn.Module, count: int) -> tuple[nn.Module, nn.ModuleList]:
+    """The innermost module that owns both the embedding and a ModuleList of `count` layers, and that list.
+
+    A vision tower may have as many layers, but it does not own the text embedding.
+    """
+    found: list[tuple[nn.Module, nn.ModuleList]] = []
+    for owner in model.modules():
+        lists = [child for child in owner.children() if isinstance(child, nn.ModuleList) and len(child) == count]
+        if lists and any(module is embedding for module in owner.modules()):
+            found.append((owner, lists[0]))
+    if not found:
+        raise RequestError(f"{type(model).__name__}: no list of {count} decoder layers beside the text embedding")
+    return found[-1]
+
+
+def run_text(target: Target, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
+    """One forward pass of the decoder stack, `[B, S]` int64 ids and mask: no head, no cache, no graph.
+
+    What it computes is read through taps; the result itself is not needed.
+    """
+    with torch.inference_mode():
+        target.text(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+
+
+def stop_ids(target: Target, tokenizer: Any) -> frozenset[int]:
+    """The ids that end an answer: those of the model's generation settings and the tokenizer's end token."""
+    named = target.facts["eos_token_id"]
+    ids = set(named if isinstance(named, list) else [named]) | {tokenizer.eos_token_id}
+    return frozenset(int(token) for token in ids if token is not None)

@@ -1,0 +1,44 @@
+"""How every child process begins and ends.
+
+It dies with its launcher, leaves terminal signals to it, logs with its own name, and turns the errors that draftwire
+raises on purpose into one line and an exit code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from protocol.errors import DraftwireError, RequestError
+
+ERROR_PREFIX = "error: "
+_PR_SET_PDEATHSIG = 1
+
+
+def run_child(name: str, body: Callable[[], None]) -> None:
+    """Runs `body` as the child `name` and exits: 0 done, 1 failed, 2 wrong request.
+
+    The last line of a failed child's log is "error: ..." for an expected error; anything unexpected keeps its
+    traceback.
+    """
+    _die_with_parent()
+    # Ctrl-C reaches the whole foreground group; the launcher alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s", stream=sys.stdout, force=True)
+    try:
+        body()
+    except DraftwireError as error:
+        print(f"{ERROR_PREFIX}{error}", flush=True)
+        sys.exit(2 if isinstance(error, RequestError) else 1)
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel to kill this process when its launcher dies, however that happens."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the request was made
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,82 @@
+"""The gate: no rank enters a micro-step, and so no collective, before all of its blocks are on their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from msgspec import Struct
+
+STOP = "stop"
+
+
+class GoAhead(Struct, frozen=True):
+    """All ranks may run this micro-step, after carrying out `orders`, which only a step's first micro-step has.
+
+    An order takes effect at the boundary before the step: a stop ends the run there and its micro-step is not run.
+    """
+
+    step: int
+    micro_step: int
+    orders: tuple[str, ...] = ()
+
+
+class VerifiedGate:
+    """Emits every micro-step once and in order. `micro_steps` gives how many a step has."""
+
+    def __init__(self, consumers: int, total_steps: int, micro_steps: Callable[[int], int], next_step: int = 0) -> None:
+        self._consumers, self._total_steps, self._micro_steps = consumers, total_steps, micro_steps
+        self._orders: list[str] = []
+        self._stopped = False
+        self._next = (next_step, 0)
+        self._verified: dict[tuple[int, int], set[int]] = {}
+
+    @property
+    def next(self) -> tuple[int, int]:
+        """(step, micro-step) that is emitted next."""
+        return self._next
+
+    @property
+    def finished(self) -> bool:
+        """Every micro-step of the plan was emitted."""
+        return self._next[0] >= self._total_steps
+
+    def waiting_for(self) -> list[int]:
+        """Ranks whose block of the next micro-step is not verified yet."""
+        have = self._verified.get(self._next, set())
+        return [rank for rank in range(self._consumers) if rank not in have]
+
+    def verified(self, step: int, micro_step: int, rank: int) -> None:
+        """The rank has its block of this micro-step, sound, on its device; of one already emitted: no effect."""
+        if (step, micro_step) >= self._next:
+            self._verified.setdefault((step, micro_step), set()).add(rank)
+
+    def bad(self, step: int, micro_step: int, rank: int) -> None:
+        """The rank does not have it after all. After its micro-step was emitted this has no effect."""
+        self._verified.get((step, micro_step), set()).discard(rank)
+
+    def order(self, orders: Iterable[str]) -> None:
+        """Have these carried out at the next step boundary; an order that already waits is not doubled."""
+        self._orders.extend(order for order in dict.fromkeys(orders) if order not in self._orders)
+
+    def go(self) -> GoAhead | None:
+        """The next micro-step if all its blocks are verified; nothing after a stop until a rewind.
+
+        A stop needs no blocks, since its micro-step is not run: it does not wait for a producer that is still loading.
+        """
+        step, micro_step = self._next
+        stopping = micro_step == 0 and STOP in self._orders
+        if self._stopped or self.finished or (self.waiting_for() and not stopping):
+            return None
+        orders: tuple[str, ...] = ()
+        if micro_step == 0:
+            orders, self._orders = tuple(self._orders), []
+        self._stopped = STOP in orders
+        self._verified.pop(self._next, None)
+        self._next = (step, micro_step + 1) if micro_step + 1 < self._micro_steps(step) else (step + 1, 0)
+        return GoAhead(step, micro_step, orders)
+
+    def rewind(self, step: int) -> None:
+        """Start again at the boundary before `step`, with nothing verified; orders that wait still wait."""
+        self._next = (step, 0)
+        self._verified.clear()
+        self._stopped = False

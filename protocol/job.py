@@ -1,0 +1,63 @@
+"""What the launcher has resolved for one start of a run, written once as `job.json` and read by every child.
+
+The configuration says what the user asked for; a job says what that means here and now: a local model folder, tap
+ids, devices, ring geometry and the step to start from.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from protocol.errors import ProtocolError
+from protocol.plan import PlanParams
+
+TOKEN_VARIABLE = "DRAFTWIRE_RUN_TOKEN"
+Section = TypeVar("Section", bound=msgspec.Struct)
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of a run. `width` is taps x hidden; `dtype` is that of the features in the ring."""
+
+    run_id: str
+    incarnation: int
+    address: str
+    target_dir: str
+    dataset_dir: str
+    taps: tuple[int, ...]
+    width: int
+    dtype: str
+    slots: int
+    slot_bytes: int
+    schema: str
+    plan: PlanParams
+    start_step: int
+    quarantined: dict[str, str]
+    producers: tuple[str, ...]
+    consumers: tuple[str, ...]
+    quarantine_limit: float
+
+
+def write_job(run_dir: Path, job: Job) -> None:
+    (run_dir / "job.json").write_bytes(msgspec.json.format(msgspec.json.encode(job)))
+
+
+def read_job(run_dir: Path) -> Job:
+    return msgspec.json.decode((run_dir / "job.json").read_bytes(), type=Job)
+
+
+def read_section(run_dir: Path, name: str, kind: type[Section]) -> Section:
+    """One section of the run's resolved configuration, for the process that it configures."""
+    sections = msgspec.json.decode((run_dir / "config.resolved.json").read_bytes())
+    return msgspec.convert(sections[name], kind)
+
+
+def run_token() -> str:
+    """The secret that the launcher gave its children; peers without it are refused."""
+    token = os.environ.get(TOKEN_VARIABLE)
+    if not token:
+        raise ProtocolError(f"{TOKEN_VARIABLE} is not set: children are started by `draftwire run`")
+    return token

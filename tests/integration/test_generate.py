@@ -1,0 +1,154 @@
+"""Greedy answers and the resumable job on a tiny random target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from producer.config import DataConfig, SourceConfig, TargetConfig
+from producer.generate import GenerateReport, generate_answers, greedy_answers
+from producer.prepare import prepare, report_of
+from producer.samples import SampleMaker
+from producer.target import Target, load_target
+from producer.template import load_tokenizer
+from protocol.errors import RequestError
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [15, 16]]
+
+
+@pytest.fixture
+def folder(make_folder: Callable[..., Path]) -> Path:
+    return make_folder("qwen3")
+
+
+@pytest.fixture
+def target(folder: Path) -> Target:
+    return load_target(folder, TargetConfig(dtype="float32"), "cpu")
+
+
+def by_hand(model: Any, prompt: list[int], steps: int, stops: frozenset[int]) -> list[int]:
+    ids = list(prompt)
+    for _ in range(steps):
+        with torch.inference_mode():
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] in stops:
+            break
+    return ids[len(prompt) :]
+
+
+def test_answers_are_the_argmax_of_each_prompt_alone(target: Target) -> None:
+    free = greedy_answers(target.model, PROMPTS, max_new_tokens=8, stop_ids=frozenset({399}), batch_rows=3)
+    assert free == [by_hand(target.model, prompt, 8, frozenset({399})) for prompt in PROMPTS]
+    # Stop at a token that really comes, early in one answer.
+    stops = frozenset({free[0][2]})
+    stopped = greedy_answers(target.model, PROMPTS, max_new_tokens=8, stop_ids=stops, batch_rows=4)
+    assert stopped == [by_hand(target.model, prompt, 8, stops) for prompt in PROMPTS]
+    assert stopped[0][-1] in stops
+    assert len(stopped[0]) <= 3
+
+
+def test_settings_that_ship_with_the_model_do_not_matter(target: Target) -> None:
+    plain = greedy_answers(target.model, PROMPTS, max_new_tokens=6, stop_ids=frozenset())
+    shipped = target.model.generation_config
+    shipped.repetition_penalty, shipped.do_sample, shipped.temperature = 5.0, True, 3.0
+    shipped.eos_token_id = plain[0][0]
+    assert greedy_answers(target.model, PROMPTS, max_new_tokens=6, stop_ids=frozenset()) == plain
+    assert target.model.generation_config is shipped
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [
+        {"messages": [{"role": "user", "content": f"hello {i}" * (i % 3 + 1)}, {"role": "assistant", "content": "old"}]}
+        for i in range(count)
+    ]
+
+
+@pytest.fixture
+def job(tmp_path: Path, folder: Path, target: Target) -> Callable[..., GenerateReport]:
+    source = tmp_path / "in.jsonl"
+    lines = [json.dumps(row) for row in rows(9)]
+    source.write_text("\n".join([*lines[:4], "not json", *lines[4:]]) + "\n")
+    maker = SampleMaker(load_tokenizer(folder), 400, 200)
+
+    def run(max_new_tokens: int = 5, **settings: Any) -> GenerateReport:
+        data = DataConfig(train=[SourceConfig(path=str(source))], **settings)
+        return generate_answers(
+            data,
+            target,
+            maker,
+            tmp_path / "out.jsonl",
+            stop_ids=frozenset({3}),
+            max_new_tokens=max_new_tokens,
+            weights="w",
+            batch_rows=1,
+        )
+
+    return run
+
+
+def test_every_row_is_answered_in_order_with_its_exact_tokens(
+    tmp_path: Path, folder: Path, target: Target, job: Callable[..., GenerateReport]
+) -> None:
+    report = job()
+    assert (report.rows, report.answered, report.resumed, report.skipped) == (10, 9, 0, {"not JSON": 1})
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["source"].rpartition(":")[2] for line in lines] == ["1", "2", "3", "4", "6", "7", "8", "9", "10"]
+    for line, row in zip(lines, rows(9), strict=True):
+        assert line["messages"][:-1] == row["messages"][:-1]
+        split = line["loss_mask"].index(1)
+        answer = by_hand(target.model, line["input_ids"][:split], 5, frozenset({3}))
+        assert line["input_ids"][split:] == answer
+        assert line["finished"] == (answer[-1] == 3)
+        assert line["provenance"]["weights"] == "w"
+    assert report.unfinished == sum(not line["finished"] for line in lines)
+
+
+def test_what_was_written_is_training_data(tmp_path: Path, folder: Path, job: Callable[..., GenerateReport]) -> None:
+    job()
+    data = DataConfig(train=[SourceConfig(path=str(tmp_path / "out.jsonl"))])
+    facts = {"vocab_size": 400, "eos_token_id": 3}
+    dataset = prepare(data, load_tokenizer(folder), facts, tmp_path / "d")
+    assert report_of(dataset).kept == 9
+    first = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
+    assert dataset.tokens(0).tolist() == first["input_ids"]
+    assert dataset.mask(0).tolist() == first["loss_mask"]
+
+
+@pytest.mark.parametrize("cut", [0, 40])
+def test_interrupted_work_goes_on_where_it_stopped(
+    tmp_path: Path, job: Callable[..., GenerateReport], cut: int
+) -> None:
+    job()
+    out = tmp_path / "out.jsonl"
+    whole = out.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:5]) + lines[5][:cut])
+    report = job()
+    assert (report.resumed, report.answered) == (5, 4)
+    assert out.read_bytes() == whole
+    assert job().answered == 0
+
+
+def test_other_settings_do_not_mix_into_one_file(job: Callable[..., GenerateReport]) -> None:
+    job(max_samples=3)
+    with pytest.raises(RequestError, match="another max_new_tokens"):
+        job(max_new_tokens=6)
+
+
+def test_max_samples_counts_over_restarts(tmp_path: Path, job: Callable[..., GenerateReport]) -> None:
+    assert job(max_samples=3).answered == 3
+    assert job(max_samples=6).answered == 3
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 6
+
+
+def test_prompts_may_be_arrays(target: Target) -> None:
+    arrays = [np.asarray(prompt, dtype=np.int32) for prompt in PROMPTS]
+    assert greedy_answers(target.model, arrays, max_new_tokens=3, stop_ids=frozenset()) == greedy_answers(
+        target.model, PROMPTS, max_new_tokens=3, stop_ids=frozenset()
+    )

@@ -1,0 +1,82 @@
+"""GO is given in order, once all ranks have their blocks, and orders ride on step boundaries only."""
+
+from __future__ import annotations
+
+from protocol.gate import GoAhead, VerifiedGate
+
+
+def gate(consumers: int = 2, total_steps: int = 3) -> VerifiedGate:
+    return VerifiedGate(consumers, total_steps, lambda step: 2)
+
+
+def verify(gate: VerifiedGate, step: int, micro_step: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+    for rank in ranks:
+        gate.verified(step, micro_step, rank)
+
+
+def test_go_waits_for_every_rank() -> None:
+    one = gate()
+    verify(one, 0, 0, (1,))
+    assert one.go() is None
+    assert one.waiting_for() == [0]
+    verify(one, 0, 0, (0, 0))
+    assert one.go() == GoAhead(0, 0)
+    assert one.go() is None
+
+
+def test_later_micro_steps_wait_for_earlier_ones() -> None:
+    one = gate()
+    verify(one, 1, 0)
+    verify(one, 0, 1)
+    assert one.go() is None
+    verify(one, 0, 0)
+    assert [one.go() for _ in range(4)] == [GoAhead(0, 0), GoAhead(0, 1), GoAhead(1, 0), None]
+    assert one.next == (1, 1)
+
+
+def test_bad_takes_a_verification_back_until_go() -> None:
+    one = gate()
+    verify(one, 0, 0)
+    one.bad(0, 0, 1)
+    assert one.go() is None
+    one.verified(0, 0, 1)
+    assert one.go() == GoAhead(0, 0)
+    one.bad(0, 0, 1)
+    verify(one, 0, 0)
+    assert one.next == (0, 1)
+    assert one.go() is None
+
+
+def test_orders_wait_for_the_next_step_boundary() -> None:
+    one = gate()
+    verify(one, 0, 0)
+    assert one.go() == GoAhead(0, 0)
+    one.order(["checkpoint", "evaluate", "checkpoint"])
+    one.order(["checkpoint"])
+    verify(one, 0, 1)
+    verify(one, 1, 0)
+    assert [one.go(), one.go()] == [GoAhead(0, 1), GoAhead(1, 0, ("checkpoint", "evaluate"))]
+    verify(one, 1, 1)
+    verify(one, 2, 0)
+    assert [one.go(), one.go()] == [GoAhead(1, 1), GoAhead(2, 0)]
+
+
+def test_nothing_follows_a_stop_until_a_rewind() -> None:
+    one = gate()
+    one.order(["stop"])
+    verify(one, 0, 0)
+    verify(one, 0, 1)
+    assert one.go() == GoAhead(0, 0, ("stop",))
+    assert one.go() is None
+    one.rewind(0)
+    assert one.waiting_for() == [0, 1]
+    verify(one, 0, 0)
+    assert one.go() == GoAhead(0, 0)
+
+
+def test_the_gate_ends_with_the_plan() -> None:
+    one = gate(consumers=1, total_steps=1)
+    verify(one, 0, 0, (0,))
+    verify(one, 0, 1, (0,))
+    assert [one.go(), one.go(), one.go()] == [GoAhead(0, 0), GoAhead(0, 1), None]
+    assert one.finished

@@ -1,0 +1,140 @@
+"""Taps and block features: cases E2, E3 and E5 of the public failure reports."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from producer.forward import features_of
+from producer.taps import Taps
+from producer.target import Target, as_target
+from protocol.errors import RequestError, RunError
+
+HIDDEN = 32
+LENGTHS = (7, 64, 1)
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def target(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Target:
+    return wrapped(make_model(request.param))
+
+
+def wrapped(model: Any) -> Target:
+    return as_target(model, {"num_layers": 4, "hidden_size": HIDDEN, "vocab_size": 400, "model": "tiny"})
+
+
+def samples_of(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
+    draw = np.random.default_rng(seed)
+    return [draw.integers(0, 400, length).astype(np.int32) for length in lengths]
+
+
+def features(target: Target, taps: Taps, samples: list[Any], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
+    out = np.full((sum(map(len, samples)), len(taps.ids) * HIDDEN), 77, dtype=dtype)
+    return features_of(target, taps, samples, out)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_tap_is_the_output_of_its_layer(target: Target, batch: int) -> None:
+    samples = samples_of([9] * batch)
+    ids = torch.from_numpy(np.stack(samples)).long()
+    with torch.inference_mode():
+        states = target.model(input_ids=ids, output_hidden_states=True).hidden_states
+    with Taps(target.layers, [2, 0, 1]) as taps:
+        got = features(target, taps, samples)
+    for place, tap in enumerate(taps.ids):
+        expected = states[tap + 1].reshape(-1, HIDDEN).numpy()
+        np.testing.assert_array_equal(got[:, place * HIDDEN : (place + 1) * HIDDEN], expected)
+
+
+def test_last_layer_is_taken_before_the_final_norm(target: Target) -> None:
+    samples = samples_of([5])
+    with Taps(target.layers, [3]) as taps:
+        got = torch.from_numpy(features(target, taps, samples))
+    states = target.model(input_ids=torch.from_numpy(samples[0])[None].long(), output_hidden_states=True).hidden_states
+    torch.testing.assert_close(target.model.model.norm(got), states[-1][0])
+    assert not torch.allclose(got, states[-1][0], rtol=1e-2)
+
+
+def test_batched_equals_alone_and_padding_never_enters(target: Target) -> None:
+    samples = samples_of(LENGTHS)
+    with Taps(target.layers, [0, 3]) as taps:
+        together = features(target, taps, samples)
+        alone = np.concatenate([features(target, taps, [sample]) for sample in samples])
+    assert together.shape == (sum(LENGTHS), 2 * HIDDEN)
+    np.testing.assert_allclose(together, alone, atol=1e-4, rtol=0)
+
+
+def test_features_are_the_same_bits_every_time(target: Target) -> None:
+    samples = samples_of(LENGTHS)
+    with Taps(target.layers, [1, 2]) as taps:
+        first, second = features(target, taps, samples), features(target, taps, samples)
+    assert first.tobytes() == second.tobytes()
+
+
+def test_bfloat16_travels_as_words(make_model: Callable[..., Any]) -> None:
+    target = wrapped(make_model("qwen3").to(torch.bfloat16))
+    samples = samples_of(LENGTHS)
+    with Taps(target.layers, [0, 3]) as taps:
+        words = features(target, taps, samples, np.uint16)
+        alone = np.concatenate([features(target, taps, [sample], np.uint16) for sample in samples])
+    one, other = (torch.from_numpy(part).view(torch.bfloat16).float() for part in (words, alone))
+    assert torch.isfinite(one).all()
+    assert torch.nn.functional.cosine_similarity(one, other).mean() > 0.999
+
+
+def test_buffer_of_another_size_is_refused(target: Target) -> None:
+    with Taps(target.layers, [0]) as taps, pytest.raises(ValueError, match="does not fit"):
+        features_of(target, taps, samples_of([3, 4]), np.zeros((8, HIDDEN), np.float32))
+
+
+@pytest.mark.parametrize("ids", [[], [4], [-1], [1, 1]])
+def test_wrong_taps_are_refused(target: Target, ids: list[int]) -> None:
+    with pytest.raises(RequestError, match=r"drafter\.taps.*layers 0 to 3"):
+        Taps(target.layers, ids)
+
+
+def test_layer_that_runs_twice_or_never_is_named(target: Target) -> None:
+    rows, out = torch.arange(3), torch.empty(3, HIDDEN)
+    with Taps(target.layers, [2]) as taps:
+        with pytest.raises(RunError, match=r"tap 2: .* captured 0 times"), taps.capture(rows, out):
+            pass
+        twice = torch.nn.Sequential(target.layers[2], target.layers[2])
+        target.layers[2].forward = lambda hidden, *args, **kwargs: hidden  # type: ignore[method-assign]
+        with pytest.raises(RunError, match=r"tap 2: .* captured 2 times"), taps.capture(rows, out):
+            twice(torch.zeros(1, 3, HIDDEN))
+
+
+def test_tuple_outputs_are_understood(target: Target) -> None:
+    samples = samples_of([6, 2])
+    with Taps(target.layers, [1]) as taps:
+        plain = features(target, taps, samples)
+    for layer in target.layers:
+        forward = layer.forward
+        layer.forward = lambda *args, _forward=forward, **kwargs: (_forward(*args, **kwargs),)  # type: ignore[method-assign]
+    # The tap sees the tuple; a hook behind it unpacks it for the layers that follow.
+    with Taps(target.layers, [1]) as taps:
+        handles = [layer.register_forward_hook(lambda module, inputs, output: output[0]) for layer in target.layers]
+        np.testing.assert_array_equal(features(target, taps, samples), plain)
+    for handle in handles:
+        handle.remove()
+
+
+def test_hooks_are_gone_after_close_and_nothing_is_kept(target: Target) -> None:
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    samples = samples_of([5, 3])
+    with Taps(target.layers, [0, 2]) as taps:
+        features(target, taps, samples)
+        before = tensors()
+        for _ in range(20):
+            got = features(target, taps, samples)
+        assert tensors() == before
+        assert not torch.from_numpy(got).requires_grad
+    assert not any(layer._forward_hooks for layer in target.layers)

@@ -1,0 +1,262 @@
+"""Loss masks from the chat template: T1, T2, T3, T4, T5, T6, T7 and D5 of the public failure reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from producer.chat import Conversation
+from producer.fidelity import Fidelity
+from producer.rows import SkipRow
+from producer.template import Template, Tokenised
+from protocol.errors import RequestError
+
+MARKED = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}{{ '\\n' }}"
+    "{% else %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PRINTS_START = "<s>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|im_end|>{% endfor %}"
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Like the hybrid thinking templates: reasoning only behind the last question, an empty block where there is none, and
+# a generation prompt that supplies the empty block when thinking is off.
+THINKING = """
+{%- if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}<|im_start|>assistant
+{% if loop.index0 > ns.last and (loop.last or m.reasoning_content) -%}
+<think>
+{{ m.reasoning_content or '' }}
+</think>
+
+{% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% else %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+
+def chat(*texts: str, first: str = "user") -> Conversation:
+    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
+    return Conversation(tuple({"role": roles[i % 2], "content": text} for i, text in enumerate(texts)))
+
+
+def runs(tokenizer: Any, sample: Tokenised) -> list[str]:
+    """The decoded supervised runs."""
+    found: list[list[int]] = []
+    previous = 0
+    for token, flag in zip(sample.ids.tolist(), sample.mask.tolist(), strict=True):
+        if flag and not previous:
+            found.append([])
+        if flag:
+            found[-1].append(token)
+        previous = flag
+    return [tokenizer.decode(ids) for ids in found]
+
+
+def test_marks_make_no_difference(make_tokenizer: Callable[..., Any]) -> None:
+    plain, marked = make_tokenizer(), make_tokenizer(MARKED)
+    conversation = chat("hello", "the quick fox", "again", " spaced answer ")
+    samples = [Template(tokenizer).tokenise(conversation, 500) for tokenizer in (plain, marked)]
+    assert samples[0].ids.tolist() == samples[1].ids.tolist()
+    assert samples[0].mask.tolist() == samples[1].mask.tolist()
+    assert runs(plain, samples[0]) == ["the quick fox<|im_end|>", " spaced answer <|im_end|>"]
+
+
+def test_mask_equals_the_marks_of_the_library(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer(MARKED)
+    conversation = chat("hello", "the quick fox\n", "again", "lazy dog")
+    theirs = tokenizer.apply_chat_template(
+        list(conversation.messages), return_dict=True, return_assistant_tokens_mask=True
+    )
+    ours = Template(tokenizer).tokenise(conversation, 500)
+    assert ours.ids.tolist() == theirs["input_ids"]
+    assert ours.mask.tolist() == theirs["assistant_masks"]
+
+
+def test_cut_answer_is_supervised_up_to_the_cut_and_never_ended(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer()
+    whole = Template(tokenizer).tokenise(chat("hello", "the quick brown fox jumps over"), 500)
+    first = whole.mask.tolist().index(1)
+    cut = Template(tokenizer).tokenise(chat("hello", "the quick brown fox jumps over"), first + 3)
+    assert cut.truncated
+    assert not whole.truncated
+    assert cut.ids.tolist() == whole.ids.tolist()[: first + 3]
+    assert cut.mask.tolist() == [0] * first + [1, 1, 1]
+    assert tokenizer.eos_token_id not in cut.ids[first:]
+
+
+def test_assistant_first_with_one_token_answer(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer()
+    sample = Template(tokenizer).tokenise(chat("x", "hello", "y", first="assistant"), 500)
+    assert runs(tokenizer, sample) == ["x<|im_end|>", "y<|im_end|>"]
+
+
+def test_answer_that_is_the_whole_text(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}")
+    assert Template(tokenizer).tokenise(chat("x", first="assistant"), 500).mask.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("template", [None, NO_SYSTEM])
+def test_answer_that_ends_in_white_space(make_tokenizer: Callable[..., Any], template: str | None) -> None:
+    tokenizer = make_tokenizer(template) if template else make_tokenizer()
+    sample = Template(tokenizer).tokenise(chat("q", "fox  \n\n", "hello"), 500)
+    assert runs(tokenizer, sample) == ["fox<|im_end|>" if template else "fox  \n\n<|im_end|>"]
+
+
+def test_blank_tokens_inside_an_answer_are_supervised(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer()
+    sample = Template(tokenizer).tokenise(chat("q", "a   b \n  c"), 500)
+    assert runs(tokenizer, sample) == ["a   b \n  c<|im_end|>"]
+
+
+def test_repeated_answers_and_quoted_markers(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer()
+    quoted = "say <|im_end|>\n<|im_start|>assistant\nfox<|im_end|>"
+    sample = Template(tokenizer).tokenise(chat("fox", "fox", quoted, "fox", "fox", quoted), 500)
+    assert runs(tokenizer, sample) == ["fox<|im_end|>", "fox<|im_end|>", quoted + "<|im_end|>"]
+
+
+@pytest.mark.parametrize(("template", "adds"), [(PRINTS_START, True), (PRINTS_START, False), (None, True)])
+def test_start_token_as_the_one_step_result_says(make_tokenizer: Callable[..., Any], template: str, adds: bool) -> None:
+    tokenizer = make_tokenizer(template, adds_start=adds) if template else make_tokenizer(adds_start=adds)
+    conversation = chat("hello", "fox")
+    sample = Template(tokenizer).tokenise(conversation, 500)
+    assert sample.ids.tolist() == tokenizer.apply_chat_template(list(conversation.messages), return_dict=False)
+    assert sample.ids.tolist().count(tokenizer.bos_token_id) == (1 if template else 0)
+
+
+def test_end_token_is_learned_when_there_is_no_pad_token(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    sample = Template(tokenizer).tokenise(chat("hello", "a", "b", "c"), 500)
+    ends = [flag for token, flag in zip(sample.ids, sample.mask, strict=True) if token == tokenizer.eos_token_id]
+    assert ends == [0, 1, 0, 1]
+
+
+def test_refused_system_role_is_a_skip(make_tokenizer: Callable[..., Any]) -> None:
+    template = Template(make_tokenizer(NO_SYSTEM))
+    conversation = Conversation(({"role": "system", "content": "s"}, *chat("q", "a").messages))
+    with pytest.raises(SkipRow, match="template refuses the conversation: System role not supported"):
+        template.tokenise(conversation, 500)
+
+
+def test_empty_reasoning_block_is_never_supervised(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer(THINKING)
+    for thinking in ("keep", "off"):
+        sample = Template(tokenizer, thinking).tokenise(chat("q", "fox"), 500)
+        assert "<think>" in tokenizer.decode(sample.ids)
+        assert runs(tokenizer, sample) == ["fox<|im_end|>"]
+    prompts = [tokenizer.decode(Template(tokenizer, thinking).prompt_ids(chat("q"))) for thinking in ("keep", "off")]
+    assert ["</think>" in prompt for prompt in prompts] == [False, True]
+
+
+def test_reasoning_of_the_row_is_supervised(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer(THINKING)
+    answer = {"role": "assistant", "content": "fox", "reasoning_content": "because"}
+    sample = Template(tokenizer).tokenise(Conversation((*chat("q").messages, answer)), 500)
+    assert runs(tokenizer, sample) == ["<think>\nbecause\n</think>\n\nfox<|im_end|>"]
+
+
+def test_earlier_turns_that_the_template_rewrites(make_tokenizer: Callable[..., Any]) -> None:
+    """Alone, the first answer is shown with a reasoning block; with a later question, without one."""
+    tokenizer = make_tokenizer(THINKING)
+    quoted = "fox <|im_end|> x"
+    sample = Template(tokenizer).tokenise(chat("q", quoted, "r", "dog"), 500)
+    assert runs(tokenizer, sample) == [quoted + "<|im_end|>", "dog<|im_end|>"]
+
+
+def tool_chat() -> Conversation:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Ulm"}}}
+    return Conversation(
+        (
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hmm"},
+            {"role": "tool", "content": "the result"},
+            {"role": "assistant", "content": "it is fine"},
+        ),
+        ({"name": "weather"}, {"name": "clock"}),
+    )
+
+
+def test_tools_calls_and_results(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer(THINKING)
+    conversation = tool_chat()
+    Fidelity(Template(tokenizer)).check(conversation)
+    sample = Template(tokenizer).tokenise(conversation, 500)
+    text = tokenizer.decode(sample.ids)
+    assert text.index("weather") < text.index("clock") < text.index("hello") < text.index("the result")
+    call, answer = runs(tokenizer, sample)
+    assert call.startswith("<think>\nhmm\n</think>")
+    assert '<tool_call>{"name": "weather", "arguments": {"town": "Ulm"}}</tool_call><|im_end|>' in call
+    assert answer == "it is fine<|im_end|>"
+    assert sample.ids.tolist() == tokenizer.apply_chat_template(
+        list(conversation.messages), tools=list(conversation.tools), return_dict=False
+    )
+
+
+def test_parts_that_the_template_would_drop_are_named(make_tokenizer: Callable[..., Any]) -> None:
+    drops_tool_turns = (
+        "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endif %}{% endfor %}"
+    )
+    whole, thought = tool_chat(), {"role": "assistant", "content": "a", "reasoning_content": "r"}
+    plain = Conversation(whole.messages[:1] + whole.messages[2:])
+    cases = [
+        (make_tokenizer(drops_tool_turns), plain, "template drops a turn: turn 1 \\(tool\\)"),
+        (make_tokenizer(), Conversation(whole.messages), "template drops tool calls"),
+        (make_tokenizer(), Conversation(plain.messages, whole.tools), "template has no place for tools"),
+        (make_tokenizer(), Conversation((plain.messages[0], thought)), "template drops reasoning"),
+    ]
+    for tokenizer, conversation, reason in cases:
+        fidelity = Fidelity(Template(tokenizer))
+        for _ in range(2):
+            with pytest.raises(SkipRow, match=reason):
+                fidelity.check(conversation)
+
+
+def test_tokenizer_without_template_is_refused(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(RequestError, match="no chat template"):
+        Template(tokenizer)
+
+
+def test_prompt_is_a_prefix_of_the_sample(make_tokenizer: Callable[..., Any]) -> None:
+    template = Template(make_tokenizer())
+    prompt = template.prompt_ids(chat("hello there"))
+    sample = template.tokenise(chat("hello there", "fox"), 500)
+    assert sample.ids[: len(prompt)].tolist() == prompt.tolist()
+    assert sample.mask.tolist().index(1) == len(prompt)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12), min_size=2, max_size=6))
+def test_every_answer_is_masked_exactly_once(make_tokenizer: Callable[..., Any], texts: list[str]) -> None:
+    tokenizer = make_tokenizer()
+    sample = Template(tokenizer).tokenise(chat(*texts), 10_000)
+    answers = [text + "<|im_end|>" for text in texts[1::2]]
+    supervised = sample.ids[sample.mask == 1].tolist()
+    expected = [token for text in answers for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    assert tokenizer.decode(supervised) == "".join(answers)
+    assert len(supervised) == len(expected)
