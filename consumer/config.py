@@ -47,12 +47,15 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     weights of loss="ce" ("auto": `consumer.loss.default_gamma`). weight_decay: decoupled (AdamW); the paper does not
     give one, 0.01 is that of the best published independent recipe and AdamW's own default. precision "auto" is
     bf16-master32 where the machine multiplies bf16 in hardware, fp32 elsewhere. checkpoint_every: in steps.
+    microbatch_tokens, microbatch_draft_tokens: bounds of one block ("auto": one longest sample at least).
+    quarantine_limit: share of all samples that may be left out as poison before the run fails.
     """
 
     epochs: int = 1
     max_steps: int | None = None
     batch_tokens: int = 16384
     microbatch_tokens: Literal["auto"] | int = "auto"
+    microbatch_draft_tokens: Literal["auto"] | int = "auto"
     anchors: int = 512
     lr: float = 6e-4
     warmup: float = 0.04
@@ -64,6 +67,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     precision: Literal["auto", "bf16-master32", "fp32"] = "auto"
     checkpoint_every: int = 500
     keep_checkpoints: int = 3
+    quarantine_limit: float = 0.01
     seed: int = 0
 
 
@@ -123,8 +127,10 @@ def _check_train(train: TrainConfig) -> None:
         _field(f"train.{name}", getattr(train, name), _at_least(1), "write at least 1")
     if train.max_steps is not None:
         _field("train.max_steps", train.max_steps, _at_least(1), "write at least 1, or leave it out")
-    if train.microbatch_tokens != "auto":
-        _field("train.microbatch_tokens", train.microbatch_tokens, _at_least(1), 'write at least 1, or "auto"')
+    for name in ("microbatch_tokens", "microbatch_draft_tokens"):
+        value = getattr(train, name)
+        if value != "auto":
+            _field(f"train.{name}", value, _at_least(1), 'write at least 1, or "auto"')
     _field("train.lr", train.lr, _above(0), "write a positive number such as 6e-4")
     _field("train.warmup", train.warmup, lambda value: 0 <= value < 1, "write a share of all steps, 0 to below 1")
     if train.gamma != "auto":
@@ -133,6 +139,7 @@ def _check_train(train: TrainConfig) -> None:
             raise RequestError(f'train.gamma has no effect with train.loss = "{train.loss}": remove it')
     _field("train.weight_decay", train.weight_decay, _at_least(0), "write 0 or more")
     _field("train.grad_clip", train.grad_clip, _above(0), "write a positive number such as 1.0")
+    _field("train.quarantine_limit", train.quarantine_limit, lambda value: 0 <= value <= 1, "write a share, 0 to 1")
     _field("train.seed", train.seed, lambda value: 0 <= value < 2**63, "write 0 to 2**63 - 1")
 
 

@@ -7,6 +7,7 @@ that the length limit leaves, and what is committed is clipped at the end token 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -115,3 +116,15 @@ def _summary(lengths: list[list[int]], runs: list[int], block_size: int, seed: i
         prompts=len(drafted),
         tokens=tokens,
     )
+
+
+def acceptance_row(found: Acceptance) -> dict[str, Any]:
+    """The keys that `draftwire eval --json` and metrics.jsonl share."""
+    return {
+        "acceptance_mean": found.mean,
+        "acceptance_token_weighted": found.token_weighted,
+        "acceptance_per_position": list(found.per_position),
+        "interval": list(found.interval),
+        "prompts": found.prompts,
+        "tokens": found.tokens,
+    }

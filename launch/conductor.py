@@ -174,7 +174,9 @@ class Conductor:
                 self._credit[rank] -= 1
                 self._held[delivery.key] = delivery
                 self.out.append((name, self._deliver_message(delivery)))
-        while (go := self.gate.go()) is not None:
+        # A GO that a rank is not there to hear would be lost.
+        complete = len(self._ranks) == len(self._job.consumers)
+        while complete and (go := self.gate.go()) is not None:
             message = Go(step=go.step, micro_step=go.micro_step, stop=STOP in go.orders)
             self.out += [(name, message) for name in self._ranks]
 

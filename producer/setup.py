@@ -4,7 +4,7 @@
 
 It gets a local model folder and resolves nothing itself. What is there and current is left alone; the target is
 loaded only when something must be made from it. Progress goes to stdout line by line; exit code 0 when all files are
-there, 2 with one line on stderr when the request was wrong.
+there, 2 with one line when the request was wrong.
 """
 
 from __future__ import annotations
@@ -17,30 +17,17 @@ from typing import Any
 import msgspec
 import transformers
 
-from producer.config import DataConfig, TargetConfig
 from producer.evalshard import held_out_prompts, shard_fingerprint, write_eval_shard
 from producer.locate import read_target_facts, target_fingerprint
 from producer.prepare import prepare
 from producer.samples import SampleMaker
+from producer.setup_args import SetupArgs
 from producer.target import Target, load_target, stop_ids
 from producer.target_io import is_current, write_target_io
 from producer.template import load_tokenizer
+from protocol.child import run_child
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError
-
-
-class SetupArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ARGS.json holds. `device` is where the target runs for evaluation answers ("cpu", "cuda:0")."""
-
-    target_dir: str
-    target: TargetConfig
-    data: DataConfig
-    run_dir: str
-    dataset_dir: str
-    taps: tuple[int, ...]
-    eval_prompts: int
-    eval_max_new_tokens: int
-    device: str = "cpu"
 
 
 def run_setup(args: SetupArgs, say: Callable[[str], None]) -> TokenDataset:
@@ -84,21 +71,16 @@ def run_setup(args: SetupArgs, say: Callable[[str], None]) -> TokenDataset:
     return dataset
 
 
-def main(path: str) -> int:
-    """Runs the set-up that the JSON file `path` describes; returns the exit code."""
+def main(path: str) -> None:
+    """Runs the set-up that the JSON file `path` describes. Raises RequestError."""
     logging: Any = transformers.utils.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        try:
-            args = msgspec.json.decode(Path(path).read_bytes(), type=SetupArgs)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise RequestError(f"{path}: {error}") from None
-        run_setup(args, lambda line: print(line, flush=True))
-    except RequestError as error:
-        print(error, file=sys.stderr, flush=True)
-        return 2
-    return 0
+        args = msgspec.json.decode(Path(path).read_bytes(), type=SetupArgs)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RequestError(f"{path}: {error}") from None
+    run_setup(args, lambda line: print(line, flush=True))
 
 
 def _loaded(args: SetupArgs, say: Callable[[str], None]) -> Target:
@@ -107,6 +89,4 @@ def _loaded(args: SetupArgs, say: Callable[[str], None]) -> Target:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -P -m producer.setup ARGS.json")
-    sys.exit(main(sys.argv[1]))
+    run_child("setup", lambda: main(sys.argv[1]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,7 +20,8 @@ Section = TypeVar("Section", bound=msgspec.Struct)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of a run. `width` is taps x hidden; `dtype` is that of the features in the ring."""
+    """One start of a run. `width` is taps x hidden; `dtype` is that of the features in the ring; `shape` is the
+    drafter's, as the consumers know it."""
 
     run_id: str
     incarnation: int
@@ -33,8 +34,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     slot_bytes: int
     schema: str
+    shape: dict[str, Any]
     plan: PlanParams
     start_step: int
+    checkpoint: str | None
     quarantined: dict[str, str]
     producers: tuple[str, ...]
     consumers: tuple[str, ...]

@@ -1,0 +1,88 @@
+"""Checkpoints: one folder a step boundary, complete or not there at all.
+
+    checkpoints/step-000500/  drafter.safetensors  weights in the compute dtype, z-lab names
+                              state.safetensors    fp32 masters and both AdamW moments
+                              config.json          the drafter's shape, as in an export
+                              cursor.json          where training stands in the plan
+                              manifest.json        bytes and crc32 of the files above
+    checkpoints/latest, best  links
+
+Everything is written under a hidden name, synced, then renamed in one step. An older checkpoint is removed only after
+a newer one is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from consumer.checkpoints import crc32, point, problem_of
+from consumer.shape import DrafterShape
+from consumer.zlab import config_json, shape_from_config_json
+from protocol.cursor import Cursor, encode_cursor
+from protocol.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that a checkpoint holds. `weights` are in the compute dtype, `state` holds the fp32 tensors."""
+
+    shape: DrafterShape
+    weights: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+    cursor: Cursor
+
+
+def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
+    """Writes `folder`/step-N and points `latest` at it. Raises OSError, leaving every earlier one, when it cannot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"step-{snapshot.cursor.next_step:06d}"
+    part = folder / f".{final.name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        save_file(dict(snapshot.weights), part / "drafter.safetensors", metadata={"format": "pt"})
+        save_file(dict(snapshot.state), part / "state.safetensors")
+        (part / "config.json").write_text(json.dumps(config_json(snapshot.shape), indent=2) + "\n")
+        (part / "cursor.json").write_bytes(encode_cursor(snapshot.cursor))
+        files = {path.name: {"bytes": path.stat().st_size, "crc32": crc32(path)} for path in sorted(part.iterdir())}
+        (part / "manifest.json").write_text(json.dumps(files, indent=2) + "\n")
+        for path in (*part.iterdir(), part):
+            _sync(path)
+        if final.exists():
+            shutil.rmtree(final)
+        part.rename(final)
+        _sync(folder)
+    except OSError:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    point(folder, "latest", final)
+    return final
+
+
+def read_weights(checkpoint: Path) -> tuple[dict[str, Tensor], DrafterShape]:
+    """The drafter of a checkpoint, as it would be exported. RequestError when it is damaged."""
+    problem = problem_of(checkpoint)
+    if problem is not None:
+        raise RequestError(f"{checkpoint}: {problem}")
+    shape = shape_from_config_json(json.loads((checkpoint / "config.json").read_text()))
+    return load_file(checkpoint / "drafter.safetensors"), shape
+
+
+def read_state(checkpoint: Path) -> dict[str, Tensor]:
+    return load_file(checkpoint / "state.safetensors")
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,78 @@
+"""Which checkpoints there are and which are whole. No torch: the launcher asks before it starts anything.
+
+checkpoints/step-000500/{drafter,state}.safetensors, config.json, cursor.json, manifest.json    latest  best
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+from protocol.cursor import Cursor, decode_cursor
+
+_STEP_FOLDER = re.compile(r"step-(\d{6,})")
+_CHUNK_BYTES = 16 << 20
+
+
+def point(folder: Path, name: str, target: Path) -> None:
+    """Makes the link `folder`/`name` lead to the checkpoint `target`, atomically."""
+    link = folder / f".{name}.part"
+    link.unlink(missing_ok=True)
+    link.symlink_to(target.name)
+    link.rename(folder / name)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints and the best one."""
+    best = (folder / "best").resolve()
+    for old in checkpoints(folder)[:-keep]:
+        if old.resolve() != best:
+            shutil.rmtree(old)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete-looking checkpoints, oldest first."""
+    found = [path for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def problem_of(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or None when each has its recorded size and crc32."""
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_text())
+        for name, facts in files.items():
+            path = checkpoint / name
+            if path.stat().st_size != facts["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes, not {facts['bytes']}"
+            if crc32(path) != facts["crc32"]:
+                return f"{name} has another crc32 than recorded"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"manifest.json: {error}"
+    return None
+
+
+def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest undamaged checkpoint, and one line for each damaged one that was passed over."""
+    passed: list[str] = []
+    for checkpoint in reversed(checkpoints(folder)):
+        problem = problem_of(checkpoint)
+        if problem is None:
+            return checkpoint, passed
+        passed.append(f"{checkpoint} is damaged and was passed over: {problem}")
+    return None, passed
+
+
+def read_cursor(checkpoint: Path) -> Cursor:
+    path = checkpoint / "cursor.json"
+    return decode_cursor(path.read_bytes(), str(path))
+
+
+def crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            value = zlib.crc32(chunk, value)
+    return value

@@ -1,0 +1,135 @@
+"""Blocks from the ring to the device, ahead of the step that trains on them.
+
+A thread takes deliveries, copies them out of their slot, verifies them and gives the slot back; the training loop
+asks for (step, micro-step) and waits for both its block and the coordinator's GO. At most `depth` blocks are held.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from consumer.verify import unsound_samples
+from protocol.arena import Arena
+from protocol.block import checksum, views
+from protocol.errors import ProtocolError, RunError
+from protocol.messages import Bad, Credit, Deliver, Go, Quarantine, Release, Stop, Verified
+from protocol.peer import Peer
+
+# How many blocks lie on the device: one in training, one that is there when it is done.
+DEPTH = 2
+
+
+@dataclass(frozen=True)
+class DeviceBlock:
+    """A verified block: features `[T, taps x hidden]` on the device, the small tensors on the host."""
+
+    step: int
+    micro_step: int
+    micro_steps: int
+    epoch: int
+    samples: NDArray[np.int64]
+    token_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    offsets: NDArray[np.int32]
+    features: torch.Tensor
+
+
+class Feed:
+    """`next` yields blocks in order; `quarantined` is what the coordinator has taken out so far."""
+
+    def __init__(self, peer: Peer, arena: Arena, device: torch.device, taps: int, depth: int = DEPTH) -> None:
+        self.quarantined: dict[str, str] = {}
+        self.waited_s = 0.0
+        self._peer, self._arena, self._device, self._taps = peer, arena, device, taps
+        self._blocks: dict[tuple[int, int], DeviceBlock] = {}
+        self._orders: queue.Queue[Go | Stop] = queue.Queue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
+        self._thread.start()
+        peer.send(Credit(blocks=depth))
+
+    def next(self, step: int, micro_step: int) -> DeviceBlock | None:
+        """The block of this micro-step once every rank may run it; None when the run is to stop at this boundary.
+
+        Raises RunError when the coordinator ends the run, ProtocolError when it sends another micro-step.
+        """
+        started = time.monotonic()
+        order = self._orders.get()
+        self.waited_s += time.monotonic() - started
+        if isinstance(order, Stop):
+            if self._failure is not None:
+                raise self._failure
+            raise RunError(f"ended by the coordinator: {order.reason}")
+        if (order.step, order.micro_step) != (step, micro_step):
+            raise ProtocolError(f"GO for {order.step}.{order.micro_step}, expected {step}.{micro_step}")
+        if order.stop:
+            return None
+        block = self._blocks.pop((step, micro_step))
+        self._peer.send(Credit(blocks=1))
+        return block
+
+    def _run(self) -> None:
+        # Whatever goes wrong in this thread ends the training loop, which raises it.
+        try:
+            while True:
+                message = self._peer.inbox.get()
+                match message:
+                    case Deliver():
+                        self._receive(message)
+                    case Quarantine(samples=samples):
+                        self.quarantined = dict(samples)
+                    case Go():
+                        self._orders.put(message)
+                    case Stop():
+                        self._orders.put(message)
+                        return
+        except Exception as error:
+            self._failure = error
+            self._orders.put(Stop(reason=str(error)))
+
+    def _receive(self, message: Deliver) -> None:
+        key = {"step": message.step, "index": message.index, "attempt": message.attempt}
+        block, problem, culprits = self._copy_out(message)
+        if problem:
+            self._peer.send(Bad(**key, samples=culprits, reason=problem))
+            self._peer.send(Credit(blocks=1))
+            return
+        self._blocks[message.step, message.micro_step] = block
+        self._peer.send(Verified(**key))
+        self._peer.send(Release(**key))
+
+    def _copy_out(self, message: Deliver) -> tuple[DeviceBlock, str, tuple[int, ...]]:
+        """The block on the device, what is wrong with it ("" when sound), and the samples to blame if known."""
+        slot = self._arena.slot(message.slot) if message.slot >= 0 else memoryview(bytes(64))
+        tensors = views(slot, message.table)
+        features = tensors["features"]
+        summed = checksum(features)
+        spec = next(spec for spec in message.table if spec.name == "features")
+        host = torch.from_numpy(features.copy()).view(getattr(torch, spec.dtype))
+        on_device = host.to(self._device)
+        block = DeviceBlock(
+            step=message.step,
+            micro_step=message.micro_step,
+            micro_steps=message.micro_steps,
+            epoch=message.epoch,
+            samples=tensors["samples"].astype(np.int64),
+            token_ids=tensors["token_ids"].astype(np.int32),
+            loss_mask=tensors["loss_mask"].astype(np.uint8),
+            offsets=tensors["offsets"].astype(np.int32),
+            features=on_device,
+        )
+        if summed != message.checksum:
+            return block, f"the features do not add up: {summed:016x}, announced {message.checksum:016x}", ()
+        if tuple(block.samples.tolist()) != message.samples:
+            return block, "the slot holds other samples than announced", ()
+        unsound = unsound_samples(on_device, block.token_ids, block.offsets, self._taps)
+        named = tuple(message.samples[position] for position in unsound)
+        first = next(iter(unsound.items()), None)
+        return block, f"sample {named[0]}: {first[1]}" if first else "", named

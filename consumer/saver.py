@@ -1,0 +1,46 @@
+"""Checkpoints in the background: the step loop hands over a snapshot and goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from consumer.checkpoint import Snapshot, write_checkpoint
+from consumer.checkpoints import point, prune
+
+
+class Saver:
+    """Writes one snapshot at a time. `durable(next_step)` is called once a checkpoint can be resumed from, `failed`
+    with the reason when it could not be written; earlier ones are then still there."""
+
+    def __init__(self, folder: Path, keep: int, durable: Callable[[int], None], failed: Callable[[str], None]) -> None:
+        self.last_error: str | None = None
+        self._folder, self._keep = folder, keep
+        self._durable, self._failed = durable, failed
+        self._thread: threading.Thread | None = None
+
+    def submit(self, snapshot: Snapshot, best: bool) -> None:
+        """Starts writing; waits first for the one before, so that at most one snapshot is held in memory."""
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(snapshot, best), name="saver")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, snapshot: Snapshot, best: bool) -> None:
+        try:
+            written = write_checkpoint(self._folder, snapshot)
+            if best:
+                point(self._folder, "best", written)
+            prune(self._folder, self._keep)
+        except OSError as error:
+            self.last_error = f"checkpoint at step {snapshot.cursor.next_step}: {error}"
+            self._failed(self.last_error)
+        else:
+            self.last_error = None
+            self._durable(snapshot.cursor.next_step)

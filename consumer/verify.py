@@ -1,0 +1,49 @@
+"""What a block must be before anything is trained on it: finite, not all zero, not one row repeated, per tap.
+
+These are what broken extraction looks like from outside; a loss curve shows none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+def unsound_samples(
+    features: torch.Tensor, token_ids: NDArray[np.int32], offsets: NDArray[np.int32], taps: int
+) -> dict[int, str]:
+    """Position in the block -> what is wrong with that sample; empty when all are sound.
+
+    `features` `[T, taps x hidden]` on any device, `token_ids` `[T]`, `offsets` `[n + 1]`. Three `[T, taps]` masks are
+    made on the device and read back once.
+    """
+    rows = features.view(len(features), taps, -1)
+    finite = torch.isfinite(rows).all(-1)
+    zero = (rows == 0).all(-1)
+    repeats = torch.zeros_like(zero)
+    repeats[1:] = (rows[1:] == rows[:-1]).all(-1)
+    verdicts = torch.stack((finite, zero, repeats)).cpu().numpy()
+    found: dict[int, str] = {}
+    for position, (start, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        # A conversation of one token repeated has, rightly, one row repeated.
+        distinct = len(np.unique(token_ids[start:end])) > 1
+        problem = _problem(verdicts[:, start:end], distinct)
+        if problem:
+            found[position] = problem
+    return found
+
+
+def _problem(verdicts: NDArray[np.bool_], distinct: bool) -> str | None:
+    finite, zero, repeats = verdicts
+    checks: Sequence[tuple[NDArray[np.bool_], str]] = (
+        (~finite.all(0), "is not finite"),
+        (zero.all(0), "is all zero"),
+        (repeats[1:].all(0) & distinct, "is one row repeated"),
+    )
+    for bad, what in checks:
+        if bad.any():
+            return f"tap {int(bad.argmax())} {what}"
+    return None

@@ -1,0 +1,222 @@
+"""One training rank: `python -P -m consumer.worker RUN_DIR RANK RING_FD`, started by the launcher.
+
+Exit codes: 0 the plan is done, 75 stopped at a step boundary after a checkpoint, 1 and 2 as everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from consumer.acceptance import EvalRows, load_eval_rows, measure
+from consumer.baselines import baseline_acceptance, fit
+from consumer.checkpoint import Snapshot, read_state
+from consumer.checkpoints import read_cursor
+from consumer.config import DrafterConfig, EvalConfig, TrainConfig
+from consumer.drafter import Drafter, initialise, load
+from consumer.export import export, load_export
+from consumer.facts import export_facts
+from consumer.feed import Feed
+from consumer.reduce import join_ranks, leave_ranks
+from consumer.saver import Saver
+from consumer.shape import DrafterShape
+from consumer.state import capture_state, capture_weights, restore_state
+from consumer.target_ends import TargetEnds, read_target_ends
+from consumer.trainer import Trainer
+from consumer.walk import acceptance_row
+from protocol.arena import Arena
+from protocol.child import run_child
+from protocol.cpu import cpu_has_bfloat16
+from protocol.cursor import Cursor, cursor_at
+from protocol.dataset import TokenDataset
+from protocol.errors import RequestError, RunError
+from protocol.job import Job, read_job, read_section, run_token
+from protocol.messages import Checkpointed, Report
+from protocol.peer import Peer, hello
+from protocol.plan import Plan
+
+STOPPED = 75
+# Tokens that the n-gram baselines are fitted on at most: counting more takes minutes and changes little.
+BASELINE_TOKENS = 5_000_000
+
+log = logging.getLogger(__name__)
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """bf16 where the machine multiplies it in hardware, unless the config says otherwise."""
+    if precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" or cpu_has_bfloat16() else torch.float32
+    return torch.float32 if precision == "fp32" else torch.bfloat16
+
+
+class Rank:
+    """Everything that one rank holds while it trains."""
+
+    def __init__(self, run_dir: Path, rank: int, ring_fd: int) -> None:
+        self.run_dir, self.rank = run_dir, rank
+        self.job: Job = read_job(run_dir)
+        self.config = read_section(run_dir, "train", TrainConfig)
+        self.evaluation = read_section(run_dir, "eval", EvalConfig)
+        self.device = torch.device(self.job.consumers[rank])
+        self.dataset = TokenDataset.open(Path(self.job.dataset_dir))
+        self.plan = Plan(self.dataset.lengths, self.dataset.eligible, self.job.plan, self.dataset.fingerprint)
+        self.ends: TargetEnds = read_target_ends(run_dir / "target_io.safetensors", self.device)
+        self.eval_rows = self._eval_rows()
+        self.shape = msgspec.convert(self.job.shape, DrafterShape)
+        self.drafter = Drafter(self.shape, compute_dtype(self.config.precision, self.device)).to(self.device)
+        self.trainer = Trainer(self.drafter, self.ends.embedding, self.ends.head, self.config, self.plan.total_steps)
+        self.samples_trained = self.tokens_trained = 0
+        self.best = 0.0
+        self._start_from()
+        self.peer = Peer(self.job.address, self.job.run_id, self._hello())
+        arena = Arena(ring_fd, self.job.slots, self.job.slot_bytes)
+        self.feed = Feed(self.peer, arena, self.device, len(self.job.taps))
+        self.feed.quarantined = dict(self.job.quarantined)
+        self.saver = Saver(
+            run_dir / "checkpoints",
+            self.config.keep_checkpoints,
+            durable=lambda step: self.peer.send(Checkpointed(next_step=step)),
+            failed=lambda reason: self.report("event", {"what": "checkpoint failed", "text": reason}),
+        )
+
+    def run(self) -> int:
+        """Trains to the end of the plan or to a stop; returns the exit code."""
+        step = self.job.start_step
+        if step == 0:
+            self._evaluate_baselines()
+            self._evaluate(0)
+        while step < self.plan.total_steps:
+            started = time.monotonic()
+            self.feed.waited_s = 0.0
+            if not self._micro_steps(step):
+                self._checkpoint(step)
+                return self._leave(STOPPED)
+            result = self.trainer.finish_step(step)
+            step += 1
+            self.samples_trained += result.samples
+            self.tokens_trained += result.tokens
+            self.peer.progress = step
+            if self.rank == 0:
+                clock = {"step_s": time.monotonic() - started, "wait_s": self.feed.waited_s}
+                trained = {"samples_trained": self.samples_trained, "tokens_trained": self.tokens_trained}
+                epoch = self.plan.locate(step - 1)[0]
+                self.report("step", {"step": step, "epoch": epoch} | result.row() | trained | clock)
+            self._at_boundary(step)
+        self._export(step)
+        return self._leave(0)
+
+    def report(self, kind: str, row: dict[str, Any]) -> None:
+        """A row for metrics.jsonl."""
+        self.peer.send(Report(kind=kind, row=row))
+
+    # --- inside ---
+
+    def _micro_steps(self, step: int) -> bool:
+        """All micro-steps of a step; False when the run is to stop before it."""
+        micro_step, micro_steps = 0, 1
+        while micro_step < micro_steps:
+            block = self.feed.next(step, micro_step)
+            if block is None:
+                return False
+            self.trainer.micro_step(block)
+            micro_step, micro_steps = micro_step + 1, block.micro_steps
+        return True
+
+    def _at_boundary(self, step: int) -> None:
+        last = step == self.plan.total_steps
+        every = self.evaluation.every
+        improved = (last or (every > 0 and step % every == 0)) and self._evaluate(step)
+        if last or improved or step % self.config.checkpoint_every == 0:
+            self._checkpoint(step, improved)
+
+    def _checkpoint(self, step: int, best: bool = False) -> None:
+        if self.rank == 0:
+            state = capture_state(self.drafter, self.trainer.optimiser)
+            self.saver.submit(Snapshot(self.shape, capture_weights(self.drafter), state, self._cursor(step)), best)
+
+    def _cursor(self, step: int) -> Cursor:
+        quarantined = {int(sample): reason for sample, reason in self.feed.quarantined.items()}
+        return cursor_at(self.plan, step, quarantined, self.samples_trained, self.tokens_trained)
+
+    def _evaluate(self, step: int) -> bool:
+        """Measures and reports acceptance on rank 0; whether it is the best so far."""
+        if self.rank != 0 or self.eval_rows is None:
+            return False
+        started = time.monotonic()
+        limit = self.evaluation.max_new_tokens
+        found = measure(self.drafter, self.ends.embedding, self.ends.head, self.eval_rows, max_new_tokens=limit)
+        self.report("eval", {"step": step, "seconds": time.monotonic() - started} | acceptance_row(found))
+        improved, self.best = found.mean > self.best, max(found.mean, self.best)
+        return improved and step > 0
+
+    def _evaluate_baselines(self) -> None:
+        if self.rank != 0 or self.eval_rows is None:
+            return
+        enough = int((self.dataset.lengths.cumsum() <= BASELINE_TOKENS).sum())
+        ngrams = fit((self.dataset.tokens(row), self.dataset.mask(row)) for row in range(max(enough, 1)))
+        found = baseline_acceptance(
+            ngrams,
+            self.eval_rows.answers,
+            block_size=self.shape.block_size,
+            max_new_tokens=self.evaluation.max_new_tokens,
+        )
+        self.report("baseline", {name: acceptance_row(acceptance) for name, acceptance in found.items()})
+
+    def _export(self, step: int) -> None:
+        if self.rank == 0:
+            facts = export_facts(self.run_dir, self._cursor(step)) | {"acceptance_length": round(self.best, 4) or None}
+            export(capture_weights(self.drafter), self.shape, self.run_dir / "export", facts)
+
+    def _leave(self, code: int) -> int:
+        self.saver.wait()
+        self.peer.close()
+        leave_ranks()
+        if self.saver.last_error:
+            raise RunError(self.saver.last_error)
+        return code
+
+    def _start_from(self) -> None:
+        """The checkpoint to resume from, the export to start from, or fresh weights."""
+        init_from = read_section(self.run_dir, "drafter", DrafterConfig).init_from
+        if self.job.checkpoint is not None:
+            checkpoint = Path(self.job.checkpoint)
+            cursor = read_cursor(checkpoint)
+            self.samples_trained, self.tokens_trained = cursor.samples_trained, cursor.tokens_trained
+            restore_state(self.drafter, self.trainer.optimiser, read_state(checkpoint))
+        elif init_from is not None:
+            weights, shape, _ = load_export(Path(init_from))
+            if shape != self.shape:
+                raise RequestError(f"drafter.init_from: {init_from} has another shape than [drafter] asks for")
+            load(self.drafter, weights)
+        else:
+            initialise(self.drafter, self.config.seed)
+
+    def _eval_rows(self) -> EvalRows | None:
+        path = self.run_dir / "eval.safetensors"
+        return load_eval_rows(path) if path.exists() else None
+
+    def _hello(self) -> Any:
+        return hello("consumer", f"consumer-{self.rank}", self.rank, run_token(), self.job.schema)
+
+
+def main(run_dir: Path, rank: int, ring_fd: int) -> None:
+    device = torch.device(read_job(run_dir).consumers[rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.use_deterministic_algorithms(True)
+    join_ranks(device)
+    code = Rank(run_dir, rank, ring_fd).run()
+    if code:
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    arguments = (Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    run_child(f"consumer-{arguments[1]}", lambda: main(*arguments))

@@ -1,0 +1,161 @@
+"""The `draftwire` command. Nothing heavy is imported before it is known what to do: `--help` is instant."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from protocol.errors import DraftwireError, RequestError
+from protocol.version import DRAFTWIRE_VERSION
+
+app = typer.Typer(
+    name="draftwire",
+    help="Train the draft model of a speculative decoder while its hidden states are still warm.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML config (docs/configuration.md)")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="override one key; repeatable")]
+JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on stdout, nothing else there")]
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def hint(line: str) -> None:
+    """Progress of a command whose stdout is its answer."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@app.command()
+def run(
+    config: ConfigArgument,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest good checkpoint, exactly")] = False,
+    set_: SetOption = None,
+) -> None:
+    """Produce and train together, under supervision, to an exported drafter."""
+    from launch.config import load_config
+    from launch.run import run as run_training
+
+    raise typer.Exit(run_training(load_config(config, set_ or ()), resume, say))
+
+
+@app.command()
+def prepare(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = False) -> None:
+    """Chat data to a token dataset, with a report of every skipped row (`run` does it by itself)."""
+    from launch.config import load_config
+    from launch.data import prepare_dataset
+
+    report, lines = prepare_dataset(load_config(config, set_ or ()), hint)
+    _answer(report, lines, as_json)
+
+
+@app.command()
+def generate(
+    config: ConfigArgument,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT.jsonl", help="where the answered rows go; resumed if it is there")
+    ],
+    max_new_tokens: Annotated[int, typer.Option(help="tokens of an answer at most", min=1)] = 256,
+    batch_rows: Annotated[int, typer.Option(help="prompts answered at once", min=1)] = 32,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let the target itself answer the prompts of data.train (greedy): the data that a drafter learns most from."""
+    from launch.config import load_config
+    from launch.data import generate_data
+
+    report, lines = generate_data(load_config(config, set_ or ()), out, max_new_tokens, batch_rows, hint)
+    _answer(report, lines, as_json)
+
+
+@app.command()
+def status(
+    run_name: Annotated[str, typer.Argument(metavar="RUN", help="a run's name or folder, or latest")] = "latest",
+    as_json: JsonOption = False,
+) -> None:
+    """What a run is doing, or did."""
+    from launch.runfolder import find_run
+    from launch.summary import describe, summarise
+
+    found = summarise(find_run(run_name))
+    _answer(found, describe(found), as_json)
+
+
+@app.command("eval")
+def eval_(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="RUN, RUN@best or RUN@STEP")],
+    as_json: JsonOption = False,
+) -> None:
+    """Acceptance length of a checkpoint on the run's held-out prompts; needs no target."""
+    from launch.checkpoint_commands import evaluate
+
+    report, lines = evaluate(checkpoint)
+    _answer(report, lines, as_json)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="RUN, RUN@best or RUN@STEP")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="folder for config.json, model.safetensors, README.md")],
+) -> None:
+    """Write a checkpoint in z-lab's format, at any time, also in the middle of a run."""
+    from launch.checkpoint_commands import export_checkpoint
+
+    export_checkpoint(checkpoint, out)
+    say(f"drafter in {out}; its README.md says how to serve it")
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="also check this config's needs")] = None,
+    golden: Annotated[list[Path] | None, typer.Option(help="recompute a golden training step; repeatable")] = None,
+    device: Annotated[str, typer.Option(help="where golden steps are computed: cpu or cuda")] = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """What this machine has, what is missing and what that costs."""
+    from launch.doctor import examine, recompute_goldens
+
+    if golden:
+        report, lines, sound = recompute_goldens(golden, device)
+    else:
+        report, lines, sound = examine(config)
+    _answer(report, lines, as_json)
+    raise typer.Exit(0 if sound else 1)
+
+
+def _answer(report: dict[str, Any], lines: list[str], as_json: bool) -> None:
+    if as_json:
+        say(json.dumps(report))
+        return
+    for line in lines:
+        say(line)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    if version:
+        say(f"draftwire {DRAFTWIRE_VERSION}")
+        raise typer.Exit
+
+
+def main(arguments: list[str] | None = None, command: Callable[..., Any] = app) -> None:
+    """The console script: errors raised on purpose become one line and an exit code (2 wrong request, 1 failed)."""
+    try:
+        command(arguments)
+    except DraftwireError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2 if isinstance(error, RequestError) else 1)
+
+
+if __name__ == "__main__":
+    main()

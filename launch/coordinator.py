@@ -1,0 +1,153 @@
+"""The coordinator process: `python -P -m launch.coordinator RUN_DIR`, started by the launcher.
+
+A thin shell around `launch.conductor`: one ROUTER socket, one thread, one metrics file. It never touches payload.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from launch.conductor import LAUNCHER, Conductor
+from launch.metrics import append_row
+from launch.tally import Tally
+from protocol import sockets
+from protocol.child import run_child
+from protocol.codec import Envelope, decode, encode
+from protocol.dataset import TokenDataset
+from protocol.errors import ProtocolError
+from protocol.job import Job, read_job, run_token
+from protocol.messages import AnyMessage, Heartbeat, Hello, Message, Reject, Snapshot, Welcome
+from protocol.plan import Plan
+
+HEARTBEAT_S = 2.0
+SNAPSHOT_S = 1.0
+STREAM_ROW_S = 10.0
+POLL_MS = 200
+
+log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """Sockets and clock of one start of a run; every decision is the conductor's."""
+
+    def __init__(self, run_dir: Path, router: zmq.Socket[bytes]) -> None:
+        self.job: Job = read_job(run_dir)
+        dataset = TokenDataset.open(Path(self.job.dataset_dir))
+        plan = Plan(dataset.lengths, dataset.eligible, self.job.plan, dataset.fingerprint)
+        self.conductor = Conductor(self.job, plan, dataset)
+        self.tally = Tally(self.job, plan.total_steps)
+        self._metrics = run_dir / "metrics.jsonl"
+        self._router = router
+        self._envelope = Envelope(self.job.run_id, self.job.incarnation)
+        self._token = run_token()
+        self._identities: dict[str, bytes] = {}
+        self._names: dict[bytes, str] = {}
+        self._due = dict.fromkeys((HEARTBEAT_S, SNAPSHOT_S, STREAM_ROW_S), time.monotonic())
+
+    def run(self) -> None:
+        """Until the launcher orders the end. Raises ProtocolError when a message cannot be from this run."""
+        while not self.conductor.ended:
+            if self._router.poll(POLL_MS):
+                while self._router.poll(0) and not self.conductor.ended:
+                    identity, frame = self._router.recv_multipart()
+                    self._receive(identity, frame)
+            self._flush()
+            self._tick(time.monotonic())
+        self._flush()
+
+    def _receive(self, identity: bytes, frame: bytes) -> None:
+        try:
+            envelope, message = decode(frame)
+        except ProtocolError as error:
+            self._send_to(identity, Reject(reason=str(error)))
+            return
+        if isinstance(message, Hello):
+            self._join(identity, message, envelope)
+        elif (name := self._names.get(identity)) is not None and not isinstance(message, Heartbeat):
+            self._dispatch(name, message)
+
+    def _join(self, identity: bytes, hello: Hello, envelope: Envelope) -> None:
+        reason = self._refusal(hello, envelope)
+        if reason is not None:
+            log.warning("refused %s (pid %s): %s", hello.name, hello.pid, reason)
+            self._send_to(identity, Reject(reason=reason))
+            return
+        log.info("%s joined (pid %s on %s)", hello.name, hello.pid, hello.host)
+        self._names.pop(self._identities.get(hello.name, b""), None)
+        self._identities[hello.name], self._names[identity] = identity, hello.name
+        welcome = Welcome(slots=self.job.slots, slot_bytes=self.job.slot_bytes, heartbeat_s=HEARTBEAT_S)
+        self._send_to(identity, welcome)
+        self.conductor.joined(hello)
+
+    def _refusal(self, hello: Hello, envelope: Envelope) -> str | None:
+        if not secrets.compare_digest(hello.token, self._token):
+            return "the run token is wrong"
+        if envelope.run != self.job.run_id:
+            return f"this is run {self.job.run_id}, not {envelope.run}"
+        if hello.schema != self.job.schema:
+            return "target, taps, dtype or plan differ from this run's"
+        return None
+
+    def _dispatch(self, name: str, message: AnyMessage) -> None:
+        self.tally.note(message, time.monotonic())
+        self.conductor.handle(name, message)
+
+    def _flush(self) -> None:
+        for kind, row in self.conductor.rows:
+            append_row(self._metrics, kind, row)
+            if kind == "event":
+                self.tally.event(row)
+                log.info("%s", row["text"])
+        self.conductor.rows.clear()
+        pending, self.conductor.out = self.conductor.out, []
+        for name, message in pending:
+            if (identity := self._identities.get(name)) is not None:
+                self._send_to(identity, message)
+
+    def _send_to(self, identity: bytes, message: Message) -> None:
+        try:
+            self._router.send_multipart([identity, encode(message, self._envelope)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # A dead peer: the launcher reaps it and says so, and what it held is granted again.
+            log.warning("could not send %s: %s", type(message).__name__, error)
+
+    def _tick(self, now: float) -> None:
+        if self._is_due(HEARTBEAT_S, now):
+            for identity in self._names:
+                self._send_to(identity, Heartbeat(progress=0))
+        if self._is_due(SNAPSHOT_S, now) and (launcher := self._identities.get(LAUNCHER)):
+            self._send_to(launcher, Snapshot(state=self._state(now)))
+        if self._is_due(STREAM_ROW_S, now):
+            append_row(self._metrics, "stream", self._state(now))
+
+    def _is_due(self, every_s: float, now: float) -> bool:
+        if now < self._due[every_s]:
+            return False
+        self._due[every_s] = now + every_s
+        return True
+
+    def _state(self, now: float) -> dict[str, Any]:
+        return self.tally.state(self.conductor, now)
+
+
+def main(run_dir: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = sockets.router(context, read_job(run_dir).address)
+    try:
+        Coordinator(run_dir, router).run()
+        # `linger=0` would drop the last words, so they get a moment.
+        time.sleep(0.2)
+    finally:
+        router.close()
+        context.term()
+
+
+if __name__ == "__main__":
+    run_child("coordinator", lambda: main(Path(sys.argv[1])))

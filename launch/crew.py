@@ -1,0 +1,168 @@
+"""The processes of one start of a run: started, watched, restarted, ended."""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from launch.machine import processors
+from launch.progress import progress_line
+from launch.signals import Interrupted, Signals
+from launch.supervise import Child
+from protocol.errors import RunError
+from protocol.gate import STOP
+from protocol.job import TOKEN_VARIABLE, Job
+from protocol.messages import Error, Gone, Order, Snapshot, Stop
+from protocol.peer import Peer, hello
+
+# Exit codes of a consumer: the plan is done, or it stopped at a step boundary after a checkpoint.
+DONE, INTERRUPTED = 0, 75
+TICK_S = 0.1
+PROGRESS_S = 10.0
+# A producer that dies this often in a row without living for QUICK_DEATH_S is not restarted again.
+QUICK_DEATHS = 3
+QUICK_DEATH_S = 60.0
+GRACE_S = 20.0
+
+Say = Callable[[str], None]
+
+
+class Crew:
+    """The processes of one start of a run and the launcher's line to the coordinator."""
+
+    def __init__(self, job: Job, run_dir: Path, ring_fd: int, signals: Signals, say: Say) -> None:
+        self._job, self._run_dir, self._ring_fd = job, run_dir, ring_fd
+        self._signals, self._say = signals, say
+        token = secrets.token_hex(32)
+        os.environ[TOKEN_VARIABLE] = token
+        # Fixed whatever the number of producers is: results depend on the threads of a process.
+        threads = max(1, min(processors() // 2, 8))
+        self._environment = {"OMP_NUM_THREADS": str(threads), TOKEN_VARIABLE: token} | _ranks(len(job.consumers))
+        self._quick_deaths: dict[str, int] = {}
+        self._asleep: dict[str, float] = {}
+        self._children: dict[str, Child] = {}
+        self._peer: Peer | None = None
+        self._stopping = False
+        self._said_s = time.monotonic()
+
+    def work(self) -> tuple[str, str]:
+        """("done" | "interrupted", reason). Raises RunError with the line for the user, Interrupted."""
+        self._start("coordinator")
+        self._peer = Peer(
+            self._job.address, self._job.run_id, hello("launcher", "launcher", 0, self._token, self._job.schema)
+        )
+        for role, devices in (("producer", self._job.producers), ("consumer", self._job.consumers)):
+            for index in range(len(devices)):
+                self._start(f"{role}-{index}")
+        while True:
+            time.sleep(TICK_S)
+            self._obey_signals()
+            self._read_mail()
+            self._tend_producers()
+            codes = self._consumer_codes()
+            if all(code == 0 for code in codes):
+                return "done", ""
+            if all(code in (0, INTERRUPTED) for code in codes):
+                return "interrupted", "stopped at a step boundary after a checkpoint"
+
+    def end(self) -> None:
+        """Ends whoever is left, the coordinator last, and returns when all are reaped."""
+        if self._peer is not None and self._alive("coordinator"):
+            self._peer.send(Order(order="done"))
+            self._children["coordinator"].wait(GRACE_S)
+        for child in self._children.values():
+            child.end(GRACE_S if self._signals.wishes < 2 else 0.0)
+        if self._peer is not None:
+            self._peer.close()
+
+    # --- inside ---
+
+    @property
+    def _token(self) -> str:
+        return self._environment[TOKEN_VARIABLE]
+
+    def _start(self, name: str) -> None:
+        role, _, index = name.partition("-")
+        module = "launch.coordinator" if role == "coordinator" else f"{role}.worker"
+        arguments = [str(self._run_dir)] + ([index, str(self._ring_fd)] if index else [])
+        environment = self._environment | ({"RANK": index, "LOCAL_RANK": index} if role == "consumer" else {})
+        log_path = self._run_dir / "log" / f"{name}.log"
+        fds = [self._ring_fd] if index else []
+        self._children[name] = Child(name, module, arguments, log_path, environment, fds)
+
+    def _alive(self, name: str) -> bool:
+        return name in self._children and self._children[name].exit_code() is None
+
+    def _obey_signals(self) -> None:
+        if self._signals.wishes > 1:
+            raise Interrupted
+        if self._signals.wishes == 1 and not self._stopping:
+            self._stopping = True
+            self._say("stopping at the next step boundary, after a checkpoint (interrupt again to end at once)")
+            self._tell(Order(order=STOP))
+
+    def _tell(self, message: Order | Gone) -> None:
+        assert self._peer is not None
+        self._peer.send(message)
+
+    def _read_mail(self) -> None:
+        assert self._peer is not None
+        while True:
+            try:
+                message = self._peer.inbox.get_nowait()
+            except queue.Empty:
+                return
+            match message:
+                case Snapshot(state=state):
+                    if time.monotonic() - self._said_s >= PROGRESS_S:
+                        self._said_s = time.monotonic()
+                        self._say(progress_line(state))
+                case Error(text=text):
+                    raise RunError(text)
+                case Stop(reason=reason):
+                    raise RunError(f"the coordinator is gone: {reason} (log: {self._run_dir}/log/coordinator.log)")
+
+    def _tend_producers(self) -> None:
+        """Reaps dead producers, tells the coordinator, and starts each again after a pause that doubles."""
+        if (code := self._children["coordinator"].exit_code()) is not None:
+            raise RunError(f"{self._children['coordinator'].obituary()} [{code}]")
+        for name in self._names("producer"):
+            child = self._children[name]
+            if name in self._asleep:
+                if time.monotonic() >= self._asleep[name]:
+                    del self._asleep[name]
+                    self._start(name)
+            elif (code := child.exit_code()) is not None and not self._stopping:
+                self._tell(Gone(name=name))
+                lived_s = time.monotonic() - child.started_s
+                deaths = self._quick_deaths.get(name, 0) + 1 if lived_s < QUICK_DEATH_S else 1
+                self._quick_deaths[name] = deaths
+                if code == 2 or deaths > QUICK_DEATHS:
+                    raise RunError(child.obituary())
+                self._say(f"{child.obituary()}; starting it again")
+                self._asleep[name] = time.monotonic() + 2.0 ** (deaths - 1) - 1.0
+
+    def _consumer_codes(self) -> list[int | None]:
+        codes = {name: self._children[name].exit_code() for name in self._names("consumer")}
+        for name, code in codes.items():
+            if code not in (None, DONE, INTERRUPTED):
+                raise RunError(self._children[name].obituary())
+        return list(codes.values())
+
+    def _names(self, role: str) -> list[str]:
+        return [name for name in self._children if name.startswith(role)]
+
+
+def _ranks(consumers: int) -> dict[str, str]:
+    """The environment that torchrun would give, so that consumers find each other; only several need it."""
+    if consumers < 2:
+        return {}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {"WORLD_SIZE": str(consumers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

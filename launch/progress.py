@@ -1,0 +1,30 @@
+"""Progress as one plain line: both sides' rates, the ring, who waits, how it is going, how long still."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from protocol.units import show_seconds
+
+
+def progress_line(state: dict[str, Any]) -> str:
+    """`state` is a coordinator snapshot (launch/tally.py)."""
+    ring = state["ring"]
+    filled = ring["ready"] + ring["delivered"]
+    parts = [f"step {state['step']}/{state['steps']}"]
+    if state["loss"] is not None:
+        parts.append(f"loss {state['loss']:.3f}")
+        parts.append("accuracy " + " ".join(f"{share:.2f}" for share in state["accuracy"][:4]))
+    if state["acceptance"] is not None:
+        parts.append(f"acceptance {state['acceptance']:.2f}")
+    parts += [
+        f"produced {state['producer_tokens_per_s']:.0f} tok/s",
+        f"trained {state['consumer_tokens_per_s']:.0f} tok/s",
+        f"ring {filled} ready + {ring['leased']} filling of {state['ring_slots']}",
+        f"waits: producer {state['producer_wait_share']:.0%} consumer {state['consumer_wait_share']:.0%}",
+    ]
+    for what in ("restarts", "quarantined"):
+        if state[what]:
+            parts.append(f"{what} {state[what]}")
+    parts.append(f"left {show_seconds(state['eta_s'])}" if state["eta_s"] is not None else "left: not known yet")
+    return " | ".join(parts)

@@ -1,0 +1,173 @@
+"""`draftwire run`: one training run under supervision, from a config to an exported drafter.
+
+The launcher holds the run's lock and the ring's memory, starts every process, restarts producers that die, and turns
+signals into an orderly end. It decides nothing about blocks and loads no model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from launch.config import Config
+from launch.crew import DONE, INTERRUPTED, Crew
+from launch.machine import free_memory_bytes, processors, visible_gpus
+from launch.metrics import append_row
+from launch.placement import place
+from launch.runfolder import RunLock
+from launch.signals import Interrupted, Signals
+from launch.start import Outline, bill, dataset_folder, make_job, make_plan, outline
+from launch.summary import describe, summarise
+from launch.supervise import Child
+from producer.config import EMBEDDED
+from producer.locate import locate_target
+from producer.setup_args import SetupArgs
+from protocol.arena import create_arena
+from protocol.dataset import TokenDataset
+from protocol.errors import RequestError, RunError
+from protocol.job import Job, write_job
+from protocol.units import show_bytes
+from protocol.version import DRAFTWIRE_VERSION
+
+STOPPED_AT_ONCE = 130
+TICK_S = 0.1
+
+Say = Callable[[str], None]
+
+
+def run(config: Config, resume: bool, say: Say) -> int:
+    """Runs to the end of the plan, a stop or a failure; returns the exit code. Raises RequestError before anything
+    is started when the request cannot be carried out."""
+    signals = Signals()
+    run_dir = Path(config.run.dir) / config.run.name
+    lock = RunLock(run_dir)
+    try:
+        if _has_started(run_dir) and not resume:
+            raise RequestError(
+                f"{run_dir} already holds a run: --resume goes on with it, --set run.name=NAME starts another"
+            )
+        return _run_locked(config, run_dir, signals, say)
+    except Interrupted:
+        say("interrupted at once; the newest checkpoint is kept")
+        return STOPPED_AT_ONCE
+    finally:
+        lock.release()
+
+
+def _run_locked(config: Config, run_dir: Path, signals: Signals, say: Say) -> int:
+    gpus, free_bytes = visible_gpus(), free_memory_bytes()
+    placement = place(config.gpus, len(gpus))
+    if config.target.model == EMBEDDED:
+        _one_off("convert", "producer.embedded", [], run_dir, signals, say)
+    found = outline(config, locate_target(config.target, say), placement, gpus, free_bytes)
+    _write_json(run_dir / "config.resolved.json", msgspec.to_builtins(config))
+    dataset = _set_up(config, found, run_dir, signals, say)
+    plan = make_plan(config, found, dataset)
+    job, notes = make_job(config, found, dataset, plan, run_dir)
+    for note in notes:
+        say(note)
+    costs = bill(found, dataset, plan)
+    _write_json(run_dir / "plan.json", costs)
+    if job.start_step >= plan.total_steps:
+        say(f"all {plan.total_steps} steps are done already")
+        _say_all(describe(summarise(run_dir)), say)
+        return DONE
+    write_job(run_dir, job)
+    say(
+        f"{costs['samples']} samples, {costs['tokens']} tokens, {costs['steps']} steps; {costs['bytes_per_token']} "
+        f"bytes a token: a full dump would take {show_bytes(costs['full_dump_bytes'])}, "
+        f"the ring takes {show_bytes(costs['ring_bytes'])}"
+    )
+    say(f"producers on {', '.join(job.producers)}; consumers on {', '.join(job.consumers)}; log files in {run_dir}/log")
+    return _supervise(job, run_dir, free_bytes, signals, say)
+
+
+def _set_up(config: Config, found: Outline, run_dir: Path, signals: Signals, say: Say) -> TokenDataset:
+    """Token dataset, target_io and eval shard, made by a process of its own that loads the target if it must."""
+    folder = dataset_folder(config)
+    args = SetupArgs(
+        target_dir=str(found.target_dir),
+        target=config.target,
+        data=config.data,
+        run_dir=str(run_dir),
+        dataset_dir=str(folder),
+        taps=found.shape.target_layer_ids,
+        eval_prompts=config.eval.prompts,
+        eval_max_new_tokens=config.eval.max_new_tokens,
+        device=found.placement.producers[0],
+    )
+    _write_json(run_dir / "setup.json", msgspec.to_builtins(args))
+    _one_off("setup", "producer.setup", [str(run_dir / "setup.json")], run_dir, signals, say)
+    return TokenDataset.open(folder)
+
+
+def _one_off(name: str, module: str, arguments: list[str], run_dir: Path, signals: Signals, say: Say) -> None:
+    """Runs a child to its end and passes its lines on; raises what it ended with."""
+    log_path = run_dir / "log" / f"{name}.log"
+    start_bytes = log_path.stat().st_size if log_path.exists() else 0
+    # Alone on the machine, it may use every core.
+    child = Child(name, module, arguments, log_path, {"OMP_NUM_THREADS": str(processors())})
+    with log_path.open(encoding="utf-8", errors="replace") as log:
+        log.seek(start_bytes)
+        code = None
+        while code is None:
+            code = child.wait(TICK_S)
+            for line in log:
+                if not line.startswith("error: "):
+                    say(line.rstrip())
+            if signals.wishes:
+                child.end(grace_s=1.0)
+                raise Interrupted
+    if code == 2:
+        raise RequestError(child.last_error())
+    if code != 0:
+        raise RunError(child.obituary())
+
+
+def _supervise(job: Job, run_dir: Path, free_bytes: int, signals: Signals, say: Say) -> int:
+    ring_fd = create_arena(job.slots, job.slot_bytes, free_bytes)
+    try:
+        crew = Crew(job, run_dir, ring_fd, signals, say)
+        versions = {"draftwire": DRAFTWIRE_VERSION, "python": platform.python_version()}
+        placement = {"producers": job.producers, "consumers": job.consumers}
+        start = {"step": job.start_step, "versions": versions, "host": socket.gethostname(), "placement": placement}
+        append_row(run_dir / "metrics.jsonl", "start", start)
+        state, reason = "failed", "the launcher was interrupted"
+        try:
+            state, reason = crew.work()
+        except RunError as error:
+            state, reason = "failed", str(error)
+        except Interrupted:
+            state, reason = "interrupted", "interrupted at once"
+            raise
+        finally:
+            crew.end()
+            append_row(run_dir / "metrics.jsonl", "end", {"state": state, "reason": reason})
+    finally:
+        os.close(ring_fd)
+    if state == "failed":
+        raise RunError(reason)
+    lines = describe(summarise(run_dir))
+    _say_all([lines[0].replace("running", state), *lines[1:]], say)
+    return DONE if state == "done" else INTERRUPTED
+
+
+def _has_started(run_dir: Path) -> bool:
+    return (run_dir / "metrics.jsonl").exists() or any((run_dir / "checkpoints").glob("step-*"))
+
+
+def _write_json(path: Path, data: object) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    part.rename(path)
+
+
+def _say_all(lines: Iterable[str], say: Say) -> None:
+    for line in lines:
+        say(line)

@@ -1,0 +1,181 @@
+"""From a configuration to a job: what the request means on this machine, and whether it can work at all.
+
+Everything that can be refused is refused here, before a model is loaded: wrong taps, a block that no slot holds, a
+model that does not fit, a checkpoint of another plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from consumer.checkpoints import newest_good, read_cursor
+from consumer.shape import DrafterShape, resolve_shape
+from launch.config import Config
+from launch.machine import Gpu
+from launch.placement import Placement
+from producer.locate import feature_dtype, read_target_facts, target_fingerprint, weight_size
+from protocol.block import CARRIERS
+from protocol.cursor import Cursor, fit
+from protocol.dataset import TokenDataset
+from protocol.errors import RequestError
+from protocol.job import Job
+from protocol.plan import Plan, PlanParams
+from protocol.ring import RingSize, ring_size
+from protocol.sockets import endpoint
+from protocol.units import show_bytes
+
+# Bounds of one block when the config leaves them open: blocks of this many tokens keep a GPU busy, and fewer, larger
+# ones would only cost memory.
+MICROBATCH_TOKENS = 4096
+DRAFT_TOKENS_PER_TOKEN = 2
+
+
+class Outline(msgspec.Struct, frozen=True):
+    """What is known before any data is read or model loaded. `shape` still has a provisional mask token."""
+
+    target_dir: Path
+    facts: dict[str, Any]
+    shape: DrafterShape
+    placement: Placement
+    dtype: str
+    width: int
+    microbatch_tokens: int
+    microbatch_draft_tokens: int
+    ring: RingSize
+
+
+def outline(config: Config, target_dir: Path, placement: Placement, gpus: Sequence[Gpu], free_bytes: int) -> Outline:
+    """Checks a request against its target and this machine. Raises RequestError."""
+    facts = read_target_facts(target_dir)
+    shape = resolve_shape(config.drafter, facts, range(facts["vocab_size"]))
+    dtype = feature_dtype(config.target, facts, placement.producers[0])
+    _refuse_what_cannot_fit(target_dir, placement, gpus, free_bytes)
+    train = config.train
+    asked_tokens, asked_draft_tokens = train.microbatch_tokens, train.microbatch_draft_tokens
+    default_tokens = max(config.data.max_length, min(train.batch_tokens, MICROBATCH_TOKENS))
+    tokens = default_tokens if asked_tokens == "auto" else asked_tokens
+    if tokens < config.data.max_length:
+        raise RequestError(
+            f"train.microbatch_tokens = {tokens} is less than data.max_length = {config.data.max_length}: a sample is "
+            "never split, so raise the first or lower the second"
+        )
+    default_draft_tokens = max(train.anchors * shape.block_size, DRAFT_TOKENS_PER_TOKEN * tokens)
+    draft_tokens = default_draft_tokens if asked_draft_tokens == "auto" else asked_draft_tokens
+    width = len(shape.target_layer_ids) * shape.hidden_size
+    largest = min(tokens, max(train.batch_tokens, config.data.max_length))
+    processes = len(placement.producers) + len(placement.consumers)
+    # A sample has two tokens at least: an anchor and what follows it.
+    ring = ring_size(config.ring, largest, largest // 2, width, dtype, processes, free_bytes)
+    return Outline(target_dir, facts, shape, placement, dtype, width, tokens, draft_tokens, ring)
+
+
+def dataset_folder(config: Config) -> Path:
+    """Where the token dataset of this target and data lies; runs that share both share it."""
+    key = msgspec.json.encode((config.target.model, config.target.revision, config.data))
+    return Path(config.run.dir) / "datasets" / hashlib.blake2b(key, digest_size=8).hexdigest()
+
+
+def make_plan(config: Config, found: Outline, dataset: TokenDataset) -> Plan:
+    """The plan of this configuration over a prepared dataset. Raises RequestError."""
+    params = PlanParams(
+        seed=config.train.seed,
+        epochs=config.train.epochs,
+        batch_tokens=config.train.batch_tokens,
+        anchors=config.train.anchors,
+        block_size=found.shape.block_size,
+        microbatch_tokens=found.microbatch_tokens,
+        microbatch_draft_tokens=found.microbatch_draft_tokens,
+        consumers=len(found.placement.consumers),
+        max_steps=config.train.max_steps,
+    )
+    return Plan(dataset.lengths, dataset.eligible, params, dataset.fingerprint)
+
+
+def make_job(config: Config, found: Outline, dataset: TokenDataset, plan: Plan, run_dir: Path) -> tuple[Job, list[str]]:
+    """The job of this start, and notes for the user (a damaged checkpoint that was passed over, say)."""
+    checkpoint, notes = newest_good(run_dir / "checkpoints")
+    cursor = read_cursor(checkpoint) if checkpoint is not None else None
+    if cursor is not None:
+        notes += _check_cursor(cursor, plan, run_dir)
+    run_id = f"{config.run.name[:40]}-{secrets.token_hex(6)}"
+    weights = target_fingerprint(found.target_dir, config.target, found.placement.producers[0])
+    schema = (weights, found.shape.target_layer_ids, found.dtype, found.width, plan.hash)
+    job = Job(
+        run_id=run_id,
+        incarnation=secrets.randbits(31),
+        address=endpoint(run_id),
+        target_dir=str(found.target_dir),
+        dataset_dir=str(dataset_folder(config)),
+        taps=found.shape.target_layer_ids,
+        width=found.width,
+        dtype=found.dtype,
+        slots=found.ring.slots,
+        slot_bytes=found.ring.slot_bytes,
+        schema=hashlib.blake2b(msgspec.json.encode(schema), digest_size=16).hexdigest(),
+        shape=msgspec.to_builtins(_final_shape(config, found, dataset)),
+        plan=plan.params,
+        start_step=cursor.next_step if cursor is not None else 0,
+        checkpoint=str(checkpoint) if checkpoint is not None else None,
+        quarantined=cursor.quarantined if cursor is not None else {},
+        producers=found.placement.producers,
+        consumers=found.placement.consumers,
+        quarantine_limit=config.train.quarantine_limit,
+    )
+    return job, notes
+
+
+def bill(found: Outline, dataset: TokenDataset, plan: Plan) -> dict[str, Any]:
+    """plan.json: what the run is going to do and what a full dump of its features would take."""
+    tokens = int(dataset.lengths.sum())
+    bytes_per_token = found.width * CARRIERS[found.dtype].itemsize
+    return {
+        "samples": len(dataset),
+        "tokens": tokens,
+        "steps": plan.total_steps,
+        "epochs": plan.params.epochs,
+        "bytes_per_token": bytes_per_token,
+        "full_dump_bytes": tokens * bytes_per_token,
+        "ring_bytes": found.ring.total_bytes,
+        "plan_hash": plan.hash,
+        "step_hash": plan.step_hash,
+    }
+
+
+def _final_shape(config: Config, found: Outline, dataset: TokenDataset) -> DrafterShape:
+    """The shape with a mask token that the data never holds: special tokens first, then any other unused id."""
+    special = [int(token) for token in dataset.meta["unused_special_ids"]]
+    others = np.setdiff1d(np.arange(found.facts["vocab_size"]), dataset.occurring_ids())
+    return resolve_shape(config.drafter, found.facts, [*special, *others.tolist()])
+
+
+def _refuse_what_cannot_fit(target_dir: Path, placement: Placement, gpus: Sequence[Gpu], free_bytes: int) -> None:
+    weight_bytes = weight_size(target_dir)[1]
+    if placement.producers[0] == "cpu":
+        needed = weight_bytes * len(placement.producers)
+        if needed > free_bytes:
+            raise RequestError(
+                f"target.model: {len(placement.producers)} x {show_bytes(weight_bytes)} of weights do not fit into "
+                f"{show_bytes(free_bytes)} of free memory: use a smaller target or fewer producers"
+            )
+        return
+    for device in placement.producers:
+        gpu = gpus[int(device.partition(":")[2])]
+        if weight_bytes > gpu.free_bytes:
+            raise RequestError(
+                f"target.model: {show_bytes(weight_bytes)} of weights do not fit into the {show_bytes(gpu.free_bytes)} "
+                f"that are free on {device} ({gpu.name}): free the GPU, or use a smaller target"
+            )
+
+
+def _check_cursor(cursor: Cursor, plan: Plan, run_dir: Path) -> list[str]:
+    verdict = fit(cursor, plan)
+    if verdict.verdict == "refused":
+        raise RequestError(f"{run_dir}: {verdict.reason}")
+    return [f"resuming with {verdict.reason}"] if verdict.reason else []

@@ -1,0 +1,95 @@
+"""What a run is doing or did, from its folder alone: the answer of `draftwire status` and the last lines of `run`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from launch.metrics import of_kind, read_rows
+from launch.runfolder import is_alive
+from protocol.units import show_bytes
+
+
+def summarise(run_dir: Path) -> dict[str, Any]:
+    """The keys of `draftwire status --json`; a figure that is not known yet is None."""
+    rows = read_rows(run_dir / "metrics.jsonl")
+    steps, evals, streams, ends = (of_kind(rows, kind) for kind in ("step", "eval", "stream", "end"))
+    last_step = steps[-1] if steps else {}
+    last_stream = streams[-1] if streams else {}
+    plan = _read_json(run_dir / "plan.json")
+    export = run_dir / "export"
+    baselines = of_kind(rows, "baseline")
+    alive = is_alive(run_dir)
+    return {
+        "run": run_dir.name,
+        "state": "running" if alive else (ends[-1]["state"] if ends else "failed"),
+        "reason": None if alive or not ends else ends[-1]["reason"],
+        "step": last_step.get("step", 0),
+        "steps": plan.get("steps"),
+        "epoch": last_step.get("epoch", 0),
+        "samples_trained": last_step.get("samples_trained", 0),
+        "tokens_trained": last_step.get("tokens_trained", 0),
+        "loss": last_step.get("loss"),
+        "acceptance_before": evals[0]["acceptance_mean"] if evals else None,
+        "acceptance_after": evals[-1]["acceptance_mean"] if len(evals) > 1 else None,
+        "acceptance_interval": evals[-1]["interval"] if evals else None,
+        "acceptance_per_position": evals[-1]["acceptance_per_position"] if evals else None,
+        "baselines": {
+            name: row["acceptance_mean"]
+            for name, row in (baselines[-1] if baselines else {}).items()
+            if isinstance(row, dict)
+        },
+        "producer_wait_share": last_stream.get("producer_wait_share"),
+        "consumer_wait_share": last_stream.get("consumer_wait_share"),
+        "bytes_streamed": _streamed(rows),
+        "full_dump_bytes": plan.get("full_dump_bytes"),
+        "quarantined": last_stream.get("quarantined", 0),
+        "restarts": sum(row["what"] == "gone" for row in of_kind(rows, "event")),
+        "export": str(export) if export.exists() else None,
+    }
+
+
+def describe(summary: dict[str, Any]) -> list[str]:
+    """The same for a person, a line a thing."""
+    lines = [f"{summary['run']}: {summary['state']}" + (f" ({summary['reason']})" if summary["reason"] else "")]
+    lines.append(
+        f"step {summary['step']} of {summary['steps']}, {summary['samples_trained']} samples, "
+        f"{summary['tokens_trained']} tokens trained"
+        + (f", loss {summary['loss']:.3f}" if summary["loss"] is not None else "")
+    )
+    if summary["acceptance_after"] is not None:
+        low, high = summary["acceptance_interval"]
+        beside = ", ".join(f"{name} {value:.3f}" for name, value in summary["baselines"].items())
+        lines.append(
+            f"acceptance length {summary['acceptance_before']:.3f} before, {summary['acceptance_after']:.3f} after "
+            f"(95 % interval {low:.3f} to {high:.3f})" + (f"; baselines: {beside}" if beside else "")
+        )
+    if summary["producer_wait_share"] is not None:
+        lines.append(
+            f"waits: producer {summary['producer_wait_share']:.0%}, consumer {summary['consumer_wait_share']:.0%}; "
+            f"streamed {show_bytes(summary['bytes_streamed'])}; restarts {summary['restarts']}, "
+            f"quarantined samples {summary['quarantined']}"
+        )
+    if summary["export"] is not None:
+        lines.append(f"drafter: {summary['export']} (its README.md says how to serve it)")
+    return lines
+
+
+def _streamed(rows: list[dict[str, Any]]) -> int:
+    """Bytes over all stretches: each counts from zero, so the last row of each is added up."""
+    total = last = 0
+    for row in rows:
+        if row["kind"] == "start":
+            total, last = total + last, 0
+        elif row["kind"] == "stream":
+            last = row["bytes_streamed"]
+    return total + last
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found

@@ -1,0 +1,75 @@
+"""Counters and rates of a run, as a person wants to see them. Pure: the clock is handed in."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from launch.conductor import Conductor
+from protocol.job import Job
+from protocol.messages import AnyMessage, Lease, Message, Report, Want
+
+# Rates are means over this long: short enough to show a stall, long enough to be read.
+RATE_WINDOW_S = 30.0
+
+
+class Tally:
+    """Follows the messages of one start of a run."""
+
+    def __init__(self, job: Job, total_steps: int) -> None:
+        self._job, self._total_steps = job, total_steps
+        self._step: dict[str, Any] = {"step": job.start_step}
+        self._eval: dict[str, Any] = {}
+        self._first_want_s: float | None = None
+        self._step_s = self._wait_s = 0.0
+        self._steps_here = 0
+        self._history: deque[tuple[float, int, int]] = deque()
+        self._trained_tokens = 0
+        self._restarts = 0
+
+    def note(self, message: AnyMessage | Message, now: float) -> None:
+        """A message that passed through the coordinator at monotonic time `now`."""
+        if isinstance(message, Want | Lease) and self._first_want_s is None:
+            self._first_want_s = now
+        if isinstance(message, Report) and message.kind == "step":
+            self._step = message.row
+            self._steps_here += 1
+            self._step_s += message.row["step_s"]
+            self._wait_s += message.row["wait_s"]
+            self._trained_tokens += message.row["tokens"]
+        if isinstance(message, Report) and message.kind == "eval":
+            self._eval = message.row
+
+    def event(self, row: dict[str, Any]) -> None:
+        """A row of kind "event" that was written."""
+        self._restarts += row["what"] == "gone"
+
+    def state(self, conductor: Conductor, now: float) -> dict[str, Any]:
+        """The snapshot that the live view, `metrics.jsonl` and `status` share; waits are shares of each side's time."""
+        produced = conductor.produced_tokens
+        self._history.append((now, produced, self._trained_tokens))
+        while self._history[0][0] < now - RATE_WINDOW_S and len(self._history) > 2:
+            self._history.popleft()
+        then, produced_then, trained_then = self._history[0]
+        span_s = max(now - then, 1e-9)
+        running_s = (now - self._first_want_s) * len(self._job.producers) if self._first_want_s is not None else 0.0
+        done = int(self._step["step"])
+        left = self._total_steps - done
+        counts = conductor.ledger.counts
+        return {
+            "step": done,
+            "steps": self._total_steps,
+            "loss": self._step.get("loss"),
+            "accuracy": self._step.get("accuracy", []),
+            "acceptance": self._eval.get("acceptance_mean"),
+            "producer_tokens_per_s": (produced - produced_then) / span_s,
+            "consumer_tokens_per_s": (self._trained_tokens - trained_then) / span_s,
+            "producer_wait_share": max(0.0, 1 - conductor.busy_s / running_s) if running_s else 0.0,
+            "consumer_wait_share": self._wait_s / self._step_s if self._step_s else 0.0,
+            "ring": counts,
+            "ring_slots": self._job.slots,
+            "bytes_streamed": conductor.streamed_bytes,
+            "quarantined": len(conductor.ledger.quarantined),
+            "restarts": self._restarts,
+            "eta_s": self._step_s / self._steps_here * left if self._steps_here else None,
+        }
