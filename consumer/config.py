@@ -22,7 +22,9 @@ class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     layers: draft layers. block_size: draft tokens per block, the anchor included.
     mask_token: id that fills the slots to be predicted ("auto": `consumer.shape.resolve_shape`).
     layer_types: one of full_attention, sliding_attention per layer (None: all full). sliding_window: in tokens.
-    init_from: folder of an exported drafter whose weights training starts from.
+    init: what the layers start from: "random" weights, or the "target"'s last `layers` layers, which needs the
+    target's own heads, kv_heads, head_dim and mlp. init_from: folder of an exported drafter whose weights training
+    starts from.
     """
 
     kind: Literal["dflash"] = "dflash"
@@ -37,6 +39,7 @@ class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     mask_token: Literal["auto"] | int = "auto"
     layer_types: tuple[str, ...] | None = None
     sliding_window: int | None = None
+    init: Literal["random", "target"] = "random"
     init_from: str | None = None
 
 
@@ -99,6 +102,10 @@ def _check_drafter(drafter: DrafterConfig) -> None:
         value = getattr(drafter, name)
         if value is not None:
             _field(f"drafter.{name}", value, _at_least(1), "write at least 1, or leave it out")
+    if drafter.init == "target" and drafter.init_from is not None:
+        raise RequestError(
+            'drafter.init = "target" and drafter.init_from both say what the drafter starts from: remove one of them'
+        )
     if drafter.rope_theta is not None:
         _field("drafter.rope_theta", drafter.rope_theta, _above(0), "write a positive number, or leave it out")
     if drafter.layer_types is None:

@@ -101,7 +101,29 @@ def resolve_shape(config: DrafterConfig, target: Mapping[str, Any], unused_ids: 
         input_embedding_scale=float(target.get("input_embedding_scale", 1.0)),
     )
     check_shape(shape, "drafter")
+    if config.init == "target":
+        _check_fits_target_layers(shape, target)
     return shape
+
+
+def _check_fits_target_layers(shape: DrafterShape, target: Mapping[str, Any]) -> None:
+    if shape.num_layers > shape.num_target_layers:
+        raise RequestError(
+            f"drafter.layers is {shape.num_layers}, more than the {shape.num_target_layers} layers that drafter.init = "
+            '"target" can start from: lower it, or write drafter.init = "random"'
+        )
+    sizes = {
+        "heads": (shape.num_heads, target["num_attention_heads"]),
+        "kv_heads": (shape.num_kv_heads, target["num_key_value_heads"]),
+        "head_dim": (shape.head_dim, target["head_dim"]),
+        "mlp": (shape.intermediate_size, target["intermediate_size"]),
+    }
+    wrong = [f"drafter.{name} is {own}, the target's {its}" for name, (own, its) in sizes.items() if own != its]
+    if wrong:
+        raise RequestError(
+            f'{"; ".join(wrong)}: drafter.init = "target" needs the target\'s own sizes, so leave these keys out, or '
+            'write drafter.init = "random"'
+        )
 
 
 def check_shape(shape: DrafterShape, where: str) -> None:

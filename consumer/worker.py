@@ -28,6 +28,7 @@ from consumer.saver import Saver
 from consumer.shape import DrafterShape
 from consumer.state import capture_state, capture_weights, restore_state
 from consumer.target_ends import TargetEnds, read_target_ends
+from consumer.target_init import copy_target_layers
 from consumer.trainer import Trainer
 from consumer.walk import acceptance_row
 from protocol.arena import Arena
@@ -183,7 +184,8 @@ class Rank:
 
     def _start_from(self) -> None:
         """The checkpoint to resume from, the export to start from, or fresh weights."""
-        init_from = read_section(self.run_dir, "drafter", DrafterConfig).init_from
+        config = read_section(self.run_dir, "drafter", DrafterConfig)
+        init_from = config.init_from
         if self.job.checkpoint is not None:
             checkpoint = Path(self.job.checkpoint)
             cursor = read_cursor(checkpoint)
@@ -196,6 +198,8 @@ class Rank:
             load(self.drafter, weights)
         else:
             initialise(self.drafter, self.config.seed)
+            if config.init == "target":
+                copy_target_layers(self.drafter, self.run_dir / "drafter_init.safetensors")
 
     def _eval_rows(self) -> EvalRows | None:
         path = self.run_dir / "eval.safetensors"

@@ -67,6 +67,7 @@ def generate(
     ],
     max_new_tokens: Annotated[int, typer.Option(help="tokens of an answer at most", min=1)] = 256,
     batch_rows: Annotated[int, typer.Option(help="prompts answered at once", min=1)] = 32,
+    tokens: Annotated[bool, typer.Option("--tokens", help="also keep the exact token ids (larger files)")] = False,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -74,7 +75,7 @@ def generate(
     from launch.config import load_config
     from launch.data import generate_data
 
-    report, lines = generate_data(load_config(config, set_ or ()), out, max_new_tokens, batch_rows, hint)
+    report, lines = generate_data(load_config(config, set_ or ()), out, max_new_tokens, batch_rows, tokens, hint)
     _answer(report, lines, as_json)
 
 

@@ -25,6 +25,7 @@ from protocol.messages import (
     Deliver,
     Error,
     Go,
+    Gone,
     Hello,
     Message,
     Nack,
@@ -83,14 +84,6 @@ class Conductor:
             self._credit[hello.rank] = 0
             self._tell_quarantine([hello.name])
 
-    def gone(self, name: str) -> None:
-        """A child has been reaped: what it was filling is open again."""
-        self._wants = [want for want in self._wants if want[0] != name]
-        reopened = self.ledger.holder_died(name)
-        blocks = ", ".join(f"step {lease.step} block {lease.index}" for lease in reopened) or "none"
-        self.rows.append(("event", {"what": "gone", "text": f"{name} is gone; blocks leased anew: {blocks}"}))
-        self._pump()
-
     def handle(self, name: str, message: AnyMessage) -> None:
         """One message of an admitted peer."""
         match message:
@@ -117,6 +110,8 @@ class Conductor:
                 self.rows.append((kind, row))
             case Checkpointed(next_step=step):
                 self.rows.append(("event", {"what": "checkpoint", "text": f"checkpoint at step {step}", "step": step}))
+            case Gone(name=gone):
+                self._gone(gone)
             case Order(order=order):
                 self._order(order)
             case _:
@@ -124,6 +119,13 @@ class Conductor:
         self._pump()
 
     # --- inside ---
+
+    def _gone(self, name: str) -> None:
+        """A child has been reaped: what it was filling is open again."""
+        self._wants = [want for want in self._wants if want[0] != name]
+        reopened = self.ledger.holder_died(name)
+        blocks = ", ".join(f"step {lease.step} block {lease.index}" for lease in reopened) or "none"
+        self.rows.append(("event", {"what": "gone", "text": f"{name} is gone; blocks leased anew: {blocks}"}))
 
     def _ready(self, name: str, message: Ready) -> None:
         key = (message.step, message.index)

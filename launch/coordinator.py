@@ -23,7 +23,7 @@ from protocol.codec import Envelope, decode, encode
 from protocol.dataset import TokenDataset
 from protocol.errors import ProtocolError
 from protocol.job import Job, read_job, run_token
-from protocol.messages import AnyMessage, Heartbeat, Hello, Message, Reject, Snapshot, Welcome
+from protocol.messages import AnyMessage, Gone, Heartbeat, Hello, Message, Reject, Snapshot, Welcome
 from protocol.plan import Plan
 
 HEARTBEAT_S = 2.0
@@ -96,6 +96,8 @@ class Coordinator:
         return None
 
     def _dispatch(self, name: str, message: AnyMessage) -> None:
+        if isinstance(message, Gone):
+            self._names.pop(self._identities.pop(message.name, b""), None)
         self.tally.note(message, time.monotonic())
         self.conductor.handle(name, message)
 

@@ -31,7 +31,7 @@ def prepare_dataset(config: Config, say: Say) -> tuple[dict[str, Any], list[str]
 
 
 def generate_data(
-    config: Config, out: Path, max_new_tokens: int, batch_rows: int, say: Say
+    config: Config, out: Path, max_new_tokens: int, batch_rows: int, with_tokens: bool, say: Say
 ) -> tuple[dict[str, Any], list[str]]:
     """Answers the prompts of data.train with the target, into `out`. Raises RequestError."""
     from producer.generate import generate_answers
@@ -52,8 +52,12 @@ def generate_data(
         stop_ids=stop_ids(target, tokenizer),
         max_new_tokens=max_new_tokens,
         weights=target_fingerprint(folder, config.target, device),
+        with_tokens=with_tokens,
         batch_rows=batch_rows,
         say=say,
     )
     facts = msgspec.to_builtins(report)
-    return facts, [", ".join(f"{value} {name}" for name, value in facts.items()), f"answers in {out}"]
+    return facts, [
+        ", ".join(f"{value} {name}" for name, value in facts.items()),
+        f"answers in {out}, how they were made in {out}.provenance.json",
+    ]

@@ -101,6 +101,7 @@ def _set_up(config: Config, found: Outline, run_dir: Path, signals: Signals, say
         eval_prompts=config.eval.prompts,
         eval_max_new_tokens=config.eval.max_new_tokens,
         device=found.placement.producers[0],
+        init_layers=config.drafter.layers if config.drafter.init == "target" else 0,
     )
     _write_json(run_dir / "setup.json", msgspec.to_builtins(args))
     _one_off("setup", "producer.setup", [str(run_dir / "setup.json")], run_dir, signals, say)

@@ -7,6 +7,8 @@ Rules, stated once:
 - Null content is allowed only beside tool calls, and is the empty text. An assistant turn with neither text nor tool
   calls makes the row unusable: there is nothing to learn from it.
 - Tool-call arguments become an object, whichever way they were written.
+- `finish_reason` "length" says that a token limit cut the last assistant turn; anything else, or nothing, that it ended
+  by itself. A turn cut inside its reasoning has no text yet, and is usable all the same.
 A row is kept whole or skipped with a reason; nothing inside a kept row is dropped.
 """
 
@@ -35,10 +37,12 @@ Message = dict[str, Any]
 @dataclass(frozen=True)
 class Conversation:
     """Messages with the keys `role` and `content` (text), and where they apply `reasoning_content`, `tool_calls`,
-    `name`, `tool_call_id`; `tools` are the tool definitions that the target was shown."""
+    `name`, `tool_call_id`; `tools` are the tool definitions that the target was shown. `cut`: a token limit ended the
+    last assistant turn, so what a template writes behind its text was never said."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    cut: bool = False
 
     def prompt(self) -> Conversation:
         """What the target was asked: the conversation without its last turn when that is the assistant's.
@@ -60,12 +64,32 @@ def conversation_of(row: dict[str, Any], kind: str) -> Conversation:
     if not turns:
         raise SkipRow("empty conversation")
     messages = [_message(turn, place) for place, turn in enumerate(turns)]
+    cut = _is_cut(row.get("finish_reason"))
+    _refuse_empty(messages, cut)
     system = row.get("system")
     if isinstance(system, str) and system:
         messages.insert(0, {"role": "system", "content": system})
     elif system:
         raise SkipRow("system is not text", f"it is a {type(system).__name__}")
-    return Conversation(tuple(messages), _tools(row.get("tools")))
+    return Conversation(tuple(messages), _tools(row.get("tools")), cut)
+
+
+def _is_cut(finish_reason: Any) -> bool:
+    if finish_reason is not None and not isinstance(finish_reason, str):
+        raise SkipRow("finish_reason is not text", f"it is a {type(finish_reason).__name__}")
+    return bool(finish_reason == "length")
+
+
+def _refuse_empty(messages: list[Message], cut: bool) -> None:
+    """An assistant turn without text has nothing to learn, unless it is the one that was cut inside its reasoning."""
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    if cut and answers and "tool_calls" in messages[answers[-1]]:
+        raise SkipRow("tool calls cut by a token limit", f"turn {answers[-1]}")
+    for place in answers:
+        message = messages[place]
+        unfinished = cut and place == answers[-1] and "reasoning_content" in message
+        if not (message["content"] or "tool_calls" in message or unfinished):
+            raise SkipRow("empty assistant turn", f"turn {place}")
 
 
 def _message(turn: Any, place: int) -> Message:
@@ -89,8 +113,6 @@ def _message(turn: Any, place: int) -> Message:
             if not isinstance(calls, list):
                 raise SkipRow("tool_calls is not a list", f"turn {place}")
             message["tool_calls"] = [_tool_call(call, place) for call in calls]
-        elif not message["content"]:
-            raise SkipRow("empty assistant turn", f"turn {place}")
     elif content is None:
         raise SkipRow("null content", f"turn {place} ({role})")
     return message

@@ -19,11 +19,12 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from producer.chat import conversation_of
 from producer.config import DataConfig
-from producer.rows import SkipRow, Skips
+from producer.provenance import begin_output, provenance_of
+from producer.rows import Row, SkipRow, Skips
 from producer.samples import Item, SampleMaker
 from producer.target import Target
-from protocol.errors import RequestError
 
 IntArray = NDArray[np.int32]
 
@@ -84,12 +85,18 @@ def _through_stop(ids: list[int], stop_ids: frozenset[int]) -> list[int]:
 
 
 class GenerateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `draftwire generate` did: `resumed` rows were there already, `unfinished` answers hit the token limit."""
+    """What `draftwire generate` did.
+
+    `rows` were read, `skipped` ones included; the answers of `resumed` rows were there already. `unfinished` answers
+    hit the token limit. `inexact` ones read back as other token ids than the target wrote: text does not always
+    tokenise the way it was generated. Keep the tokens where that matters.
+    """
 
     rows: int
     resumed: int
     answered: int
     unfinished: int
+    inexact: int
     skipped: dict[str, int]
 
 
@@ -102,30 +109,29 @@ def generate_answers(
     stop_ids: frozenset[int],
     max_new_tokens: int,
     weights: str,
+    with_tokens: bool = False,
     batch_rows: int = 32,
     say: Callable[[str], None] | None = None,
 ) -> GenerateReport:
-    """Answers every row of `data.train` and appends one JSON line per row to `out`, in input order.
+    """Answers every row of `data.train` and appends one JSON line per usable row to `out`, in input order.
 
-    A line holds `messages` (to read), `input_ids` and `loss_mask` (the exact tokens; only this answer is supervised,
-    and its end token only when the target produced it), `tokenizer`, `source`, `finished` and `provenance`. As input
-    of `prepare` such a line counts as pre-tokenised, so nothing is lost by tokenising the answer's text again.
+    A line holds `messages` (and `tools`, where the row has some), `finish_reason` ("stop", or "length" for an answer
+    that `max_new_tokens` cut) and `source` (the row's own, or its file:line). `with_tokens` adds `input_ids`,
+    `loss_mask` (only this answer is supervised, and its end token only when the target produced it) and `tokenizer`;
+    `prepare` takes such a line as it is. A row that was given as tokens has no messages, so its line always has them.
+    How the answers were made is in `OUT.provenance.json`, once (`producer.provenance`). `weights` names the target's.
 
     The last assistant turn of a row is replaced by the new answer. Interrupted work goes on behind the last complete
-    line. `weights` names the target's weights. Raises RequestError when `out` was made with other settings.
+    line: which rows are skipped depends on the data alone, so line n always answers the n-th usable row. Raises
+    RequestError when `out` was made with other settings.
     """
-    provenance = {
-        "model": target.facts["model"],
-        "weights": weights,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "max_new_tokens": max_new_tokens,
-        "decoding": "greedy",
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    resumed, last = _resume(out, provenance)
+    provenance = provenance_of(
+        data, target, maker.tokenizer_id, weights=weights, max_new_tokens=max_new_tokens, with_tokens=with_tokens
+    )
+    resumed = begin_output(out, provenance)
     skips = Skips(data.strict)
-    counts = {"rows": resumed, "answered": 0, "unfinished": 0}
-    waiting = _questions(data, maker, skips, last, counts)
+    counts = {"rows": 0, "answered": 0, "unfinished": 0, "inexact": 0}
+    waiting = _questions(data, maker, skips, resumed, counts)
     with out.open("ab") as stream:
         # A chunk is written as a whole: large enough to sort by length, small enough to lose little.
         while chunk := list(itertools.islice(waiting, 8 * batch_rows)):
@@ -137,10 +143,11 @@ def generate_answers(
                 batch_rows=batch_rows,
             )
             for (item, ids), answer in zip(chunk, answers, strict=True):
-                line = _line(item, ids, answer, maker, stop_ids, provenance)
+                line = _line(item, ids, answer, maker, stop_ids, with_tokens)
                 stream.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
                 counts["answered"] += 1
-                counts["unfinished"] += not line["finished"]
+                counts["unfinished"] += line["finish_reason"] == "length"
+                counts["inexact"] += "input_ids" not in line and not _reads_back(line, item, [*ids, *answer], maker)
             stream.flush()
             os.fsync(stream.fileno())
             if say is not None:
@@ -149,69 +156,55 @@ def generate_answers(
 
 
 def _questions(
-    data: DataConfig, maker: SampleMaker, skips: Skips, last: str | None, counts: dict[str, int]
+    data: DataConfig, maker: SampleMaker, skips: Skips, resumed: int, counts: dict[str, int]
 ) -> Iterator[tuple[Item, IntArray]]:
-    behind = last is None
+    """The usable rows behind the first `resumed` ones with their prompts, as many as `data.max_samples` allows."""
+    usable = 0
     for item in maker.items(data.train):
-        row = item[0] if isinstance(item, tuple) else item.row
-        if not behind:
-            behind = row.place == last
-            continue
-        if data.max_samples is not None and counts["rows"] - sum(skips.counts.values()) >= data.max_samples:
+        if usable == data.max_samples:
             return
         counts["rows"] += 1
         try:
             if isinstance(item, tuple):
                 raise item[1]
-            yield item, maker.prompt(item)
+            prompt = maker.prompt(item)
         except SkipRow as skip:
-            skips.add(row.place, skip)
-    if not behind:
-        raise RequestError(f"the answers written so far end with {last}, which data.train no longer holds")
+            skips.add((item[0] if isinstance(item, tuple) else item.row).place, skip)
+            continue
+        usable += 1
+        if usable > resumed:
+            yield item, prompt
 
 
 def _line(
-    item: Item,
-    ids: IntArray,
-    answer: list[int],
-    maker: SampleMaker,
-    stop_ids: frozenset[int],
-    provenance: dict[str, Any],
+    item: Item, ids: IntArray, answer: list[int], maker: SampleMaker, stop_ids: frozenset[int], with_tokens: bool
 ) -> dict[str, Any]:
-    finished = answer[-1] in stop_ids
-    text = maker.tokenizer.decode(answer[:-1] if finished else answer, skip_special_tokens=False)
-    line: dict[str, Any] = {"source": item.row.place, "finished": finished, "provenance": provenance}
+    cut = answer[-1] not in stop_ids
+    named = item.row.value.get("source")
+    line: dict[str, Any] = {}
     if item.conversation is not None:
+        text = maker.tokenizer.decode(answer if cut else answer[:-1], skip_special_tokens=False)
+        if cut:
+            text = text.rstrip("\ufffd")  # a character of which the limit left only some bytes
         question = item.conversation.prompt()
-        line["messages"] = [*question.messages, {"role": "assistant", "content": text}]
+        template, _ = maker.template(item.source.thinking)
+        line["messages"] = [*question.messages, template.answer_message(question, text, cut)]
         if question.tools:
             line["tools"] = list(question.tools)
-    line["input_ids"] = [*ids.tolist(), *answer]
-    line["loss_mask"] = [0] * len(ids) + [1] * len(answer)
-    line["tokenizer"] = maker.tokenizer_id
+    line["finish_reason"] = "length" if cut else "stop"
+    line["source"] = named if isinstance(named, str) else item.row.place
+    if with_tokens or item.conversation is None:
+        line["input_ids"] = [*ids.tolist(), *answer]
+        line["loss_mask"] = [0] * len(ids) + [1] * len(answer)
+        line["tokenizer"] = maker.tokenizer_id
     return line
 
 
-def _resume(out: Path, provenance: dict[str, Any]) -> tuple[int, str | None]:
-    """How many complete lines `out` holds and the source of the last; a line that was cut off is removed."""
-    if not out.exists():
-        return 0, None
-    lines, last, good_bytes = 0, None, 0
-    with out.open("rb") as stream:
-        for raw in stream:
-            if not raw.endswith(b"\n"):
-                break
-            try:
-                line = json.loads(raw)
-                made_with, last = line["provenance"], str(line["source"])
-            except (ValueError, KeyError, TypeError):
-                raise RequestError(
-                    f"{out}:{lines + 1}: not a line of `draftwire generate`; name another file"
-                ) from None
-            if made_with != provenance:
-                differ = [key for key in provenance if made_with.get(key) != provenance[key]]
-                raise RequestError(f"{out} was made with another {', '.join(differ)}; name another file or delete it")
-            lines += 1
-            good_bytes += len(raw)
-    os.truncate(out, good_bytes)
-    return lines, last
+def _reads_back(line: dict[str, Any], item: Item, exact: list[int], maker: SampleMaker) -> bool:
+    """Whether `prepare` will make the target's own tokens of a line, as far as both go."""
+    try:
+        conversation = conversation_of(line, "messages")
+        ids = maker.sample(Item(Row(item.row.path, item.row.line, line), item.source, conversation, None)).ids
+    except SkipRow:
+        return False
+    return bool((ids[: len(exact)] == np.asarray(exact[: len(ids)])).all())

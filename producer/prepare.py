@@ -19,7 +19,7 @@ from protocol.dataset import Sample, TokenDataset, write_dataset
 from protocol.errors import RequestError
 
 # Raised whenever the same rows would become other samples than before.
-FORMAT = 1
+FORMAT = 2
 _PADDED_RANGE_SHOWN = 64
 _PROGRESS_ROWS = 20_000
 

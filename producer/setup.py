@@ -1,4 +1,5 @@
-"""The one-off process before producers start: token dataset, `target_io.safetensors` and `eval.safetensors`.
+"""The one-off process before producers start: token dataset, `target_io.safetensors`, `eval.safetensors` and,
+for a drafter that starts from the target's layers, `drafter_init.safetensors`.
 
     python -P -m producer.setup ARGS.json
 
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import transformers
 
+from producer.drafter_init import init_fingerprint, write_drafter_init
 from producer.evalshard import held_out_prompts, shard_fingerprint, write_eval_shard
 from producer.locate import read_target_facts, target_fingerprint
 from producer.prepare import prepare
@@ -47,6 +49,11 @@ def run_setup(args: SetupArgs, say: Callable[[str], None]) -> TokenDataset:
         target = _loaded(args, say)
         write_target_io(io_path, target, weights)
         say(f"wrote {io_path}")
+    init_path = run_dir / "drafter_init.safetensors"
+    if args.init_layers and not is_current(init_path, init_fingerprint(weights, args.init_layers)):
+        target = target or _loaded(args, say)
+        write_drafter_init(init_path, target, args.init_layers, weights, say)
+        say(f"wrote {init_path}")
     if not args.data.eval:
         say("data.eval is not set: no evaluation shard, acceptance length will not be measured")
         return dataset

@@ -8,7 +8,10 @@ from producer.config import DataConfig, TargetConfig
 
 
 class SetupArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ARGS.json holds. `device` is where the target runs for evaluation answers ("cpu", "cuda:0")."""
+    """What ARGS.json holds. `device` is where the target runs for evaluation answers ("cpu", "cuda:0").
+
+    `init_layers`: how many of the target's last layers a drafter starts from (0: none, it starts at random).
+    """
 
     target_dir: str
     target: TargetConfig
@@ -19,3 +22,4 @@ class SetupArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     eval_prompts: int
     eval_max_new_tokens: int
     device: str = "cpu"
+    init_layers: int = 0

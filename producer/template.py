@@ -7,6 +7,9 @@ character offsets; text is never searched for, so answers may repeat and content
 Supervised: the text of every assistant turn (reasoning and tool calls included) and its end token. Not supervised:
 everything that the generation prompt supplies, an empty reasoning block of non-thinking prompts included, and the
 white space that a template writes after the end token. Marks such as `{% generation %}` are not needed.
+
+A conversation whose last answer was cut by a token limit ends with that answer's text: what the template writes behind
+it, the end token first of all, was never said.
 """
 
 from __future__ import annotations
@@ -96,8 +99,13 @@ class Template:
         A cut answer keeps its tokens up to the cut supervised; its end token lies behind the cut, so a cut answer
         is never learned as ended.
         """
+        if conversation.cut:
+            conversation = _through_last_answer(conversation)
         text = self.render(conversation.messages, conversation.tools)
         spans = self.answer_spans(conversation, text)
+        if conversation.cut:
+            text = text[: self._text_end(conversation, text)]
+            spans = [*spans[:-1], (spans[-1][0], len(text))]
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = np.asarray(encoded["input_ids"], dtype=np.int32)
         mask = self._token_mask(text, ids, encoded["offset_mapping"], spans)
@@ -107,6 +115,29 @@ class Template:
         """Ids of a conversation followed by the generation prompt, int32 `[P]`: what a server would feed the target."""
         text = self.render(conversation.messages, conversation.tools, ask=True)
         return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+    def answer_message(self, asked: Conversation, text: str, cut: bool) -> Message:
+        """The assistant turn that says `text`, the target's raw answer to `asked` without its end token.
+
+        Reasoning that this template shows apart goes under `reasoning_content`, so that rendering the turn gives
+        `text` again; an answer that was `cut` before its reasoning ended has no content.
+        """
+        plain = {"role": "assistant", "content": text}
+        prompt = self.render(asked.messages, asked.tools, ask=True)
+        try:
+            marked = {**plain, "content": SENTINEL, "reasoning_content": SENTINEL}
+            shown = self.render([*asked.messages, marked], asked.tools)
+        except SkipRow:
+            return plain
+        parts = shown.removeprefix(prompt).split(SENTINEL)
+        if not shown.startswith(prompt) or len(parts) != 3 or not parts[1].strip() or not text.startswith(parts[0]):
+            return plain
+        opening, closing, _ = parts
+        reasoning, closed, content = text.removeprefix(opening).partition(closing)
+        inside = cut and not content and (bool(closed) or closing.strip() not in text)
+        if not reasoning or not ((content and closed) or inside):
+            return plain
+        return {"role": "assistant", "content": content, "reasoning_content": reasoning}
 
     def answer_spans(self, conversation: Conversation, text: str) -> list[tuple[int, int]]:
         """Character spans `[start, end)` of `text` (the whole render) that are supervised, one per assistant turn."""
@@ -145,6 +176,16 @@ class Template:
         if place < 0:
             raise SkipRow("no mask can be derived from the chat template", f"turn {turn} has no visible end")
         return place + len(self._border_end)
+
+    def _text_end(self, conversation: Conversation, text: str) -> int:
+        """Where in `text` the last turn's own text ends, from what the template writes behind a sentinel."""
+        last = conversation.messages[-1]
+        part = "content" if last["content"] else "reasoning_content"
+        rendered = self.render([*conversation.messages[:-1], {**last, part: SENTINEL}], conversation.tools)
+        _, found, behind = rendered.rpartition(SENTINEL)
+        if not found or not text.endswith(behind):
+            raise SkipRow("no mask can be derived from the chat template", "the cut answer has no visible end")
+        return len(text) - len(behind)
 
     def _border(self, conversation: Conversation, turn: int, until: int, text: str) -> int:
         """Where in `text` the content of a turn begins, from a render in which a sentinel stands for it."""
@@ -186,3 +227,9 @@ class Template:
         if previous_end >= start or text[previous_end:token_start].strip():
             return False
         return str(self.tokenizer.convert_ids_to_tokens(token)).startswith(("\u0120", "\u2581"))
+
+
+def _through_last_answer(conversation: Conversation) -> Conversation:
+    roles = [message["role"] for message in conversation.messages]
+    behind = len(roles) - roles[::-1].index("assistant")
+    return Conversation(conversation.messages[:behind], conversation.tools, conversation.cut)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -109,3 +111,35 @@ def make_folder(
         return folder
 
     return make
+
+
+@pytest.fixture
+def make_chats(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a JSONL file of short conversations, all different, and returns its path."""
+
+    def make(rows: int, name: str = "chats.jsonl", first: int = 0) -> Path:
+        words = [word.strip(",?") for sentence in CORPUS for word in sentence.split()]
+        path = tmp_path / name
+        with path.open("w") as file:
+            for row in range(first, first + rows):
+                question = " ".join(words[(row * 7 + place * place) % len(words)] for place in range(3 + row % 4))
+                answer = " ".join(words[(row * 3 + place * 5) % len(words)] for place in range(4 + row % 9))
+                turns = [
+                    {"role": "user", "content": f"{row} {question}"},
+                    {"role": "assistant", "content": f"{answer} {row}"},
+                ]
+                file.write(json.dumps({"messages": turns}) + "\n")
+        return path
+
+    return make
+
+
+@pytest.fixture
+def open_fds() -> Callable[[], int]:
+    """Counts this process's open descriptors, after a garbage collection."""
+
+    def count() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    return count

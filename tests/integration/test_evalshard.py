@@ -89,6 +89,23 @@ def test_second_set_up_makes_nothing_and_changes_are_seen(args: SetupArgs) -> No
     assert [path.stat().st_mtime_ns == stamp for path, stamp in zip(paths, stamps, strict=True)] == [False, True, True]
 
 
+def test_layers_to_start_from_are_written_when_asked_for_and_kept(args: SetupArgs) -> None:
+    path = Path(args.run_dir) / "drafter_init.safetensors"
+    run_setup(args, lambda line: None)
+    assert not path.exists()
+    asked = msgspec.structs.replace(args, init_layers=2)
+    run_setup(asked, lambda line: None)
+    with safe_open(path, framework="pt") as file:
+        assert {name.split(".")[1] for name in file.keys()} == {"0", "1"}  # noqa: SIM118
+    stamp = path.stat().st_mtime_ns
+    said: list[str] = []
+    run_setup(asked, said.append)
+    assert path.stat().st_mtime_ns == stamp
+    assert not any("loading the target" in line for line in said)
+    run_setup(msgspec.structs.replace(args, init_layers=3), said.append)
+    assert path.stat().st_mtime_ns != stamp
+
+
 def test_only_so_many_prompts_and_the_same_ones_each_time(args: SetupArgs) -> None:
     few = msgspec.structs.replace(args, eval_prompts=2)
     run_setup(few, lambda line: None)
@@ -137,4 +154,4 @@ def test_wrong_request_ends_with_2_and_one_line(args: SetupArgs, tmp_path: Path)
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(args, taps=(0, 4))))
     done = start(path)
     assert done.returncode == 2
-    assert done.stderr == "drafter.taps: 4 is not a layer; target has 0 to 3\n"
+    assert done.stdout.splitlines()[-1] == "error: drafter.taps: 4 is not a layer; target has 0 to 3"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -73,10 +74,11 @@ def rows(count: int) -> list[dict[str, Any]]:
 def job(tmp_path: Path, folder: Path, target: Target) -> Callable[..., GenerateReport]:
     source = tmp_path / "in.jsonl"
     lines = [json.dumps(row) for row in rows(9)]
+    lines[1] = json.dumps({**rows(9)[1], "source": "a corpus"})
     source.write_text("\n".join([*lines[:4], "not json", *lines[4:]]) + "\n")
     maker = SampleMaker(load_tokenizer(folder), 400, 200)
 
-    def run(max_new_tokens: int = 5, **settings: Any) -> GenerateReport:
+    def run(max_new_tokens: int = 5, with_tokens: bool = True, **settings: Any) -> GenerateReport:
         data = DataConfig(train=[SourceConfig(path=str(source))], **settings)
         return generate_answers(
             data,
@@ -86,6 +88,7 @@ def job(tmp_path: Path, folder: Path, target: Target) -> Callable[..., GenerateR
             stop_ids=frozenset({3}),
             max_new_tokens=max_new_tokens,
             weights="w",
+            with_tokens=with_tokens,
             batch_rows=1,
         )
 
@@ -98,15 +101,60 @@ def test_every_row_is_answered_in_order_with_its_exact_tokens(
     report = job()
     assert (report.rows, report.answered, report.resumed, report.skipped) == (10, 9, 0, {"not JSON": 1})
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [line["source"].rpartition(":")[2] for line in lines] == ["1", "2", "3", "4", "6", "7", "8", "9", "10"]
+    places = [line["source"].rpartition(":")[2] for line in lines]
+    assert places == ["1", "a corpus", "3", "4", "6", "7", "8", "9", "10"]
     for line, row in zip(lines, rows(9), strict=True):
         assert line["messages"][:-1] == row["messages"][:-1]
         split = line["loss_mask"].index(1)
         answer = by_hand(target.model, line["input_ids"][:split], 5, frozenset({3}))
         assert line["input_ids"][split:] == answer
-        assert line["finished"] == (answer[-1] == 3)
-        assert line["provenance"]["weights"] == "w"
-    assert report.unfinished == sum(not line["finished"] for line in lines)
+        assert line["finish_reason"] == ("stop" if answer[-1] == 3 else "length")
+    assert report.unfinished == sum(line["finish_reason"] == "length" for line in lines) > 0
+
+
+def test_lines_are_slim_unless_the_tokens_are_asked_for(tmp_path: Path, job: Callable[..., GenerateReport]) -> None:
+    report = job(with_tokens=False)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert {tuple(line) for line in lines} == {("messages", "finish_reason", "source")}
+    # A random target's tokens are rarely those of their own text, and the report says of how many that is so.
+    (tmp_path / "out.jsonl").unlink()
+    job()
+    exact = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["messages"] for line in exact] == [line["messages"] for line in lines]
+    assert 0 < report.inexact <= 9
+
+
+def test_slim_lines_of_cut_answers_are_learned_without_an_end(
+    tmp_path: Path, folder: Path, target: Target, job: Callable[..., GenerateReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(folder)
+    said = tokenizer("the quick brown fox", add_special_tokens=False)["input_ids"]
+    answers = [[*said, 3], said]
+
+    def answer(model: Any, prompts: Any, **options: Any) -> list[list[int]]:
+        return [answers[place % 2] for place in range(len(prompts))]
+
+    monkeypatch.setattr("producer.generate.greedy_answers", answer)
+    report = job(with_tokens=False)
+    assert (report.unfinished, report.inexact) == (4, 0)
+    data = DataConfig(train=[SourceConfig(path=str(tmp_path / "out.jsonl"))])
+    dataset = prepare(data, tokenizer, {"vocab_size": 400, "eos_token_id": 3}, tmp_path / "d")
+    learned = [dataset.tokens(row)[dataset.mask(row) == 1].tolist() for row in range(8)]
+    assert learned == [answers[0], answers[1]] * 4
+    assert dataset.tokens(1).tolist()[-1] == said[-1]
+
+
+def test_how_answers_were_made_is_told_once(tmp_path: Path, job: Callable[..., GenerateReport]) -> None:
+    job(max_samples=1)
+    told = json.loads((tmp_path / "out.jsonl.provenance.json").read_text())
+    assert told["weights"] == "w"
+    assert told["max_new_tokens"] == 5
+    digest = hashlib.sha256((tmp_path / "in.jsonl").read_bytes()).hexdigest()
+    assert [source["sha256"] for source in told["data"]] == [digest]
+    # Other releases and places are told, not refused.
+    told |= {"transformers": "0", "data": [{**told["data"][0], "path": "elsewhere"}]}
+    (tmp_path / "out.jsonl.provenance.json").write_text(json.dumps(told))
+    assert job(max_samples=2).resumed == 1
 
 
 def test_what_was_written_is_training_data(tmp_path: Path, folder: Path, job: Callable[..., GenerateReport]) -> None:
@@ -130,15 +178,40 @@ def test_interrupted_work_goes_on_where_it_stopped(
     lines = whole.splitlines(keepends=True)
     out.write_bytes(b"".join(lines[:5]) + lines[5][:cut])
     report = job()
-    assert (report.resumed, report.answered) == (5, 4)
+    assert (report.resumed, report.answered, report.rows, report.skipped) == (5, 4, 10, {"not JSON": 1})
     assert out.read_bytes() == whole
     assert job().answered == 0
 
 
-def test_other_settings_do_not_mix_into_one_file(job: Callable[..., GenerateReport]) -> None:
+def test_other_settings_do_not_mix_into_one_file(tmp_path: Path, job: Callable[..., GenerateReport]) -> None:
     job(max_samples=3)
-    with pytest.raises(RequestError, match="another max_new_tokens"):
-        job(max_new_tokens=6)
+    with pytest.raises(RequestError, match="another max_new_tokens, tokens;"):
+        job(max_new_tokens=6, with_tokens=False)
+    source = tmp_path / "in.jsonl"
+    source.write_text(source.read_text() + json.dumps(rows(1)[0]) + "\n")
+    with pytest.raises(RequestError, match="another data"):
+        job()
+
+
+@pytest.mark.parametrize("damage", ["lost", "cut", "list"])
+def test_output_without_its_provenance_is_left_alone(
+    tmp_path: Path, job: Callable[..., GenerateReport], damage: str
+) -> None:
+    out, beside = tmp_path / "out.jsonl", tmp_path / "out.jsonl.provenance.json"
+    job(max_samples=2)
+    written = out.read_bytes()
+    beside.unlink() if damage == "lost" else beside.write_text("{" if damage == "cut" else "[]")
+    with pytest.raises(RequestError, match=r"out\.jsonl\.provenance\.json"):
+        job()
+    assert out.read_bytes() == written
+
+
+def test_foreign_lines_are_named(tmp_path: Path, job: Callable[..., GenerateReport]) -> None:
+    job(max_samples=2)
+    with (tmp_path / "out.jsonl").open("a") as stream:
+        stream.write('{"messages": []}\n')
+    with pytest.raises(RequestError, match=r"out\.jsonl:3: not a line"):
+        job()
 
 
 def test_max_samples_counts_over_restarts(tmp_path: Path, job: Callable[..., GenerateReport]) -> None:

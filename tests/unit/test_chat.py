@@ -95,12 +95,40 @@ def test_reasoning_is_kept_under_one_name() -> None:
         ),
         (chat(USER, tools="{"), "tools are not JSON"),
         (chat(USER, system=["s"]), "system is not text"),
+        (chat(USER, {"role": "assistant", "content": "x"}, finish_reason=1), "finish_reason is not text"),
+        (chat(USER, {"role": "assistant", "reasoning_content": "r"}, finish_reason="stop"), "empty assistant turn"),
+        (chat(USER, {"role": "assistant", "content": ""}, finish_reason="length"), "empty assistant turn"),
+        (
+            chat(USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}, finish_reason="length"),
+            "tool calls cut by a token limit",
+        ),
     ],
 )
 def test_unusable_rows_have_a_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(SkipRow) as caught:
         conversation_of(row, "messages")
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("reason", ["stop", "tool_calls", "content_filter", None])
+def test_only_a_token_limit_cuts_an_answer(reason: str | None) -> None:
+    answer = {"role": "assistant", "content": "a"}
+    assert not conversation_of(chat(USER, answer), "messages").cut
+    assert not conversation_of(chat(USER, answer, finish_reason=reason), "messages").cut
+    cut = conversation_of(chat(USER, answer, finish_reason="length"), "messages")
+    assert cut.cut
+    assert not cut.prompt().cut
+
+
+def test_sharegpt_rows_may_be_cut_too() -> None:
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    assert conversation_of({"conversations": turns, "finish_reason": "length"}, "sharegpt").cut
+
+
+def test_answer_cut_inside_its_reasoning_has_no_text() -> None:
+    turn = {"role": "assistant", "content": None, "reasoning_content": "because"}
+    found = conversation_of(chat(USER, turn, finish_reason="length"), "messages")
+    assert found.messages[1] == {"role": "assistant", "content": "", "reasoning_content": "because"}
 
 
 @given(

@@ -203,3 +203,30 @@ def test_the_defaults_pass_and_gamma_without_effect_is_refused() -> None:
 def test_configuration_and_shape_do_not_import_torch() -> None:
     code = "import sys, consumer.config, consumer.shape, consumer.zlab; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("same", [{}, {"heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 128}])
+def test_target_sizes_may_start_from_the_target(same: dict[str, Any]) -> None:
+    assert resolve(init="target", **same) == resolve()
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"heads": 8}, "drafter.heads is 8, the target's 4"),
+        ({"kv_heads": 4}, "drafter.kv_heads is 4, the target's 2"),
+        ({"head_dim": 32}, "drafter.head_dim is 32, the target's 16"),
+        ({"mlp": 96, "heads": 2}, "drafter.heads is 2, the target's 4; drafter.mlp is 96, the target's 128"),
+        ({"layers": 13}, "drafter.layers is 13, more than the 12 layers"),
+    ],
+)
+def test_other_sizes_cannot_start_from_the_target(other: dict[str, Any], said: str) -> None:
+    resolve(**other)
+    with pytest.raises(RequestError, match=said):
+        resolve(init="target", **other)
+
+
+def test_a_drafter_starts_from_one_thing() -> None:
+    both = DrafterConfig(init="target", init_from="export")
+    with pytest.raises(RequestError, match=r"drafter\.init = .* and drafter\.init_from"):
+        check(both, TrainConfig(), EvalConfig())

@@ -260,3 +260,71 @@ def test_every_answer_is_masked_exactly_once(make_tokenizer: Callable[..., Any],
     expected = [token for text in answers for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
     assert tokenizer.decode(supervised) == "".join(answers)
     assert len(supervised) == len(expected)
+
+
+def cut(*messages: dict[str, Any]) -> Conversation:
+    return Conversation(messages, cut=True)
+
+
+QUESTION = {"role": "user", "content": "hello"}
+ANSWER = {"role": "assistant", "content": "the quick fox"}
+REASONED = {**ANSWER, "reasoning_content": "lazy"}
+ONLY_REASONING = {"role": "assistant", "content": "", "reasoning_content": "lazy dog"}
+PUTS_A_LINE_FIRST = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}\n<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "learned"),
+    [
+        (None, ANSWER, "the quick fox"),
+        (None, {**ANSWER, "content": "say <|im_end|>"}, "say <|im_end|>"),
+        (None, {**ANSWER, "content": "fox \n"}, "fox \n"),
+        (PUTS_A_LINE_FIRST, {**ANSWER, "content": "fox "}, "fox"),
+        (THINKING, ANSWER, "the quick fox"),
+        (THINKING, REASONED, "<think>\nlazy\n</think>\n\nthe quick fox"),
+        (THINKING, ONLY_REASONING, "<think>\nlazy dog"),
+    ],
+)
+def test_answer_cut_by_a_token_limit_is_never_learned_as_ended(
+    make_tokenizer: Callable[..., Any], template: str | None, turn: dict[str, Any], learned: str
+) -> None:
+    tokenizer = make_tokenizer(template) if template else make_tokenizer()
+    made = Template(tokenizer)
+    sample = made.tokenise(cut(QUESTION, turn), 500)
+    assert runs(tokenizer, sample) == [learned]
+    # Nothing stands behind the answer either, and what stands before it is what the target was asked.
+    assert sample.mask[-1] == 1
+    whole = made.render([QUESTION, turn])
+    assert whole.startswith(tokenizer.decode(sample.ids.tolist()))
+    assert not sample.truncated
+
+
+def test_turns_behind_a_cut_answer_and_earlier_ends(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer()
+    sample = Template(tokenizer).tokenise(cut(QUESTION, ANSWER, QUESTION, ANSWER, QUESTION), 500)
+    assert runs(tokenizer, sample) == ["the quick fox<|im_end|>", "the quick fox"]
+    assert sample.mask[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "was_cut", "message"),
+    [
+        (None, "<think>\nlazy", True, {"content": "<think>\nlazy"}),
+        (THINKING, "the fox", True, {"content": "the fox"}),
+        (THINKING, "<think>\nlazy", True, {"content": "", "reasoning_content": "lazy"}),
+        (THINKING, "<think>\nlazy", False, {"content": "<think>\nlazy"}),
+        (THINKING, "<think>\nlazy\n</think>\n\nfox", True, {"content": "fox", "reasoning_content": "lazy"}),
+        (THINKING, "<think>\nlazy\n</think>\n\nfox", False, {"content": "fox", "reasoning_content": "lazy"}),
+        (THINKING, "<think>\nlazy\n</think>\n\n", True, {"content": "", "reasoning_content": "lazy"}),
+        (THINKING, "<think>\nlazy</think>fox", False, {"content": "<think>\nlazy</think>fox"}),
+    ],
+)
+def test_a_raw_answer_becomes_the_turn_that_renders_to_it(
+    make_tokenizer: Callable[..., Any], template: str | None, text: str, was_cut: bool, message: dict[str, Any]
+) -> None:
+    tokenizer = make_tokenizer(template) if template else make_tokenizer()
+    found = Template(tokenizer).answer_message(Conversation((QUESTION,)), text, was_cut)
+    assert found == {"role": "assistant", **message}

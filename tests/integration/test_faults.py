@@ -1,0 +1,96 @@
+"""Faults in the middle of a run: the loss curve must be the undisturbed one, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+MEMORY_GROWTH_BYTES = 64 << 20
+PAUSE_S = 6.0
+
+
+@pytest.mark.timeout(240)
+def test_killed_interrupted_and_shared_runs_give_the_same_losses(workspace):
+    assert workspace.run("calm").returncode == 0
+    expected = workspace.losses("calm")
+    assert len(expected) > 100
+
+    killed = workspace.start("killed")
+    for step in (15, 60):
+        workspace.wait_for_step("killed", step)
+        os.kill(workspace.pid_of("killed", "producer-0"), signal.SIGKILL)
+    assert killed.wait(90) == 0
+    assert workspace.losses("killed") == expected
+    assert sum(row["what"] == "gone" for row in workspace.rows("killed", "event")) == 2
+
+    stopped = workspace.start("stopped")
+    workspace.wait_for_step("stopped", 30)
+    stopped.send_signal(signal.SIGINT)
+    assert stopped.wait(30) == 75
+    reached = workspace.losses("stopped")[-1][0]
+    assert 30 <= reached < len(expected)
+    assert workspace.run("stopped", "--resume").returncode == 0
+    assert workspace.losses("stopped") == expected
+
+    assert workspace.run("two", "--set", 'gpus.split="2:1"').returncode == 0
+    assert workspace.losses("two") == expected
+
+
+def test_a_second_interrupt_ends_at_once_and_keeps_the_checkpoint(workspace):
+    started = workspace.start("cut")
+    workspace.wait_for_step("cut", 25)
+    started.send_signal(signal.SIGINT)
+    time.sleep(0.01)
+    started.send_signal(signal.SIGINT)
+    assert started.wait(20) in (75, 130)
+    assert workspace.run("cut", "--resume").returncode == 0
+    assert workspace.losses("cut")[-1][0] == len(workspace.losses("cut"))
+
+
+def test_a_dead_consumer_fails_the_run_by_name(workspace):
+    started = workspace.start("bereft")
+    workspace.wait_for_step("bereft", 5)
+    os.kill(workspace.pid_of("bereft", "consumer-0"), signal.SIGKILL)
+    assert started.wait(30) == 1
+    said = (workspace.folder / "bereft.out").read_text()
+    assert "consumer-0 was killed by SIGKILL" in said
+    assert "consumer-0.log" in said
+
+
+def test_children_die_with_their_launcher(workspace):
+    started = workspace.start("orphans")
+    workspace.wait_for_step("orphans", 5)
+    started.kill()
+    started.wait(10)  # the workspace fixture fails if anything is left
+
+
+def test_a_stopped_consumer_stops_the_producer_and_grows_no_memory(workspace):
+    started = workspace.start("paused")
+    workspace.wait_for_step("paused", 20)
+    consumer = workspace.pid_of("paused", "consumer-0")
+    os.kill(consumer, signal.SIGSTOP)
+    try:
+        time.sleep(2)  # what was in flight arrives
+        pids = [consumer, workspace.pid_of("paused", "producer-0"), workspace.pid_of("paused", "coordinator")]
+        before, busy_before = _memory(pids), _cpu_ticks(pids[1])
+        time.sleep(PAUSE_S)
+        assert _memory(pids) - before <= MEMORY_GROWTH_BYTES
+        # A waiting producer uses next to nothing: a busy one would have used hundreds of ticks.
+        assert _cpu_ticks(pids[1]) - busy_before < 0.2 * PAUSE_S * os.sysconf("SC_CLK_TCK")
+    finally:
+        os.kill(consumer, signal.SIGCONT)
+    assert started.wait(90) == 0
+
+
+def _memory(pids: list[int]) -> int:
+    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])

@@ -1,0 +1,319 @@
+"""Peers and the coordinator over real ZeroMQ sockets: joining, refusals, silence, last words, nothing left open."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+
+from launch import coordinator
+from protocol import messages as m
+from protocol import peer as peer_module
+from protocol import sockets
+from protocol.codec import Envelope, decode, encode
+from protocol.dataset import write_dataset
+from protocol.errors import ProtocolError
+from protocol.job import TOKEN_VARIABLE, Job, write_job
+from protocol.peer import Peer, hello
+from protocol.plan import PlanParams
+
+TOKEN, SCHEMA = "5ec2e7", "schema"
+WELCOME = m.Welcome(slots=2, slot_bytes=64, heartbeat_s=0.05)
+
+
+class Router(threading.Thread):
+    """A stand-in for the coordinator: answers each HELLO with `answer` and keeps what else it hears, in order."""
+
+    def __init__(self, answer: m.Message | bytes) -> None:
+        super().__init__(daemon=True)
+        self.heard: list[m.AnyMessage] = []
+        self.address = sockets.endpoint(f"test-{time.monotonic_ns()}")
+        self._answer, self._ending = answer, threading.Event()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = sockets.router(self._context, self.address)
+        self.start()
+
+    def run(self) -> None:
+        while not self._ending.is_set() or self._router.poll(100):
+            if not self._router.poll(5):
+                continue
+            identity, frame = self._router.recv_multipart()
+            envelope, message = decode(frame)
+            if isinstance(message, m.Hello):
+                answer = self._answer if isinstance(self._answer, bytes) else encode(self._answer, envelope)
+                self._router.send_multipart([identity, answer])
+            elif not isinstance(message, m.Heartbeat):
+                self.heard.append(message)
+        self._router.close()
+        self._context.term()
+
+    def end(self) -> None:
+        self._ending.set()
+        self.join(10)
+
+
+@contextmanager
+def routing(answer: m.Message | bytes) -> Iterator[Router]:
+    router = Router(answer)
+    try:
+        yield router
+    finally:
+        router.end()
+
+
+def greeting(name: str = "producer-0", **changes: object) -> m.Hello:
+    fields = {"role": name.partition("-")[0], "name": name, "rank": 0, "token": TOKEN, "schema": SCHEMA}
+    return hello(**(fields | changes))  # type: ignore[arg-type]
+
+
+# --- Peer against a stand-in -----------------------------------------------------------------------------------------
+
+
+def test_a_welcomed_peer_sends_in_order_and_close_loses_nothing() -> None:
+    for _ in range(3):
+        with routing(WELCOME) as router:
+            peer = Peer(router.address, "r", greeting())
+            assert peer.welcome == WELCOME
+            for step in range(300):
+                peer.send(m.Report(kind="step", row={"step": step, "padding": "x" * 2000}))
+            peer.close()
+        assert [message.row["step"] for message in router.heard] == list(range(300))  # type: ignore[union-attr]
+
+
+def test_a_refused_peer_says_why() -> None:
+    with (
+        routing(m.Reject(reason="the run token is wrong")) as router,
+        pytest.raises(ProtocolError, match="refused: the run token is wrong"),
+    ):
+        Peer(router.address, "r", greeting())
+
+
+def test_an_answer_in_another_protocol_version_is_said_at_once() -> None:
+    frame = msgpack.packb({"v": 99, "run": "r", "inc": 0, "t": "reject", "reason": "protocol version"})
+    started = time.monotonic()
+    with routing(frame) as router, pytest.raises(ProtocolError, match="99"):
+        Peer(router.address, "r", greeting())
+    assert time.monotonic() - started < 5
+
+
+def test_nobody_there_is_an_error_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_module, "JOIN_S", 0.2)
+    with pytest.raises(ProtocolError, match="no answer from the coordinator"):
+        Peer(sockets.endpoint("nobody-is-here"), "r", greeting())
+
+
+def test_silence_ends_the_peer() -> None:
+    with routing(WELCOME) as router:
+        started = time.monotonic()
+        peer = Peer(router.address, "r", greeting(), silence_s=0.4)
+        last = peer.inbox.get(timeout=5)
+        assert isinstance(last, m.Stop)
+        assert "silent" in last.reason
+        assert 0.3 < time.monotonic() - started < 3
+        peer.close()
+
+
+def test_closing_gives_every_descriptor_back(open_fds: Callable[[], int]) -> None:
+    with routing(WELCOME) as router:
+        before = open_fds()
+        for _ in range(3):
+            Peer(router.address, "r", greeting()).close()
+        deadline = time.monotonic() + 5
+        # The router's ends of closed connections go a moment later.
+        while open_fds() > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert open_fds() == before
+
+
+def test_an_address_is_bound_once_and_free_again_when_its_owner_is_gone() -> None:
+    address = sockets.endpoint(f"twice-{time.monotonic_ns()}")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    first = sockets.router(context, address)
+    with pytest.raises(zmq.ZMQError, match="in use"):
+        sockets.router(context, address)
+    first.close()
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            sockets.router(context, address).close()
+            break
+        except zmq.ZMQError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    context.destroy(linger=0)
+
+
+# --- the coordinator -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    samples = [(np.arange(6, dtype=np.int32), np.ones(6, np.uint8)) for _ in range(8)]
+    write_dataset(tmp_path / "data", samples, {"fingerprint": "f"})
+    params = PlanParams(
+        seed=0,
+        epochs=1,
+        batch_tokens=12,
+        anchors=4,
+        block_size=4,
+        microbatch_tokens=12,
+        microbatch_draft_tokens=64,
+        consumers=1,
+    )
+    run_id = f"run-{time.monotonic_ns()}"
+    job = Job(
+        run_id=run_id,
+        incarnation=3,
+        address=sockets.endpoint(run_id),
+        target_dir="",
+        dataset_dir=str(tmp_path / "data"),
+        taps=(0,),
+        width=8,
+        dtype="float32",
+        slots=3,
+        slot_bytes=4096,
+        schema=SCHEMA,
+        shape={},
+        plan=params,
+        start_step=0,
+        checkpoint=None,
+        quarantined={},
+        producers=("cpu",),
+        consumers=("cpu",),
+        quarantine_limit=0.0,
+    )
+    write_job(tmp_path, job)
+    return tmp_path
+
+
+@contextmanager
+def coordinating(run_dir: Path) -> Iterator[Job]:
+    """A coordinator in a thread, ended by a launcher's order; it must still be alive then."""
+    job = coordinator.read_job(run_dir)
+    failures: queue.Queue[BaseException] = queue.Queue()
+
+    def body() -> None:
+        try:
+            coordinator.main(run_dir)
+        except BaseException as error:
+            failures.put(error)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    try:
+        yield job
+        launcher = Peer(job.address, job.run_id, greeting("launcher"))
+        launcher.send(m.Order(order="done"))
+        thread.join(10)
+        launcher.close()
+    finally:
+        if not failures.empty():
+            raise failures.get()
+    assert not thread.is_alive()
+
+
+def exchange(address: str, *frames: bytes, answers: int = 1) -> list[m.AnyMessage]:
+    """Sends raw frames from a socket of its own and returns the first answers, heartbeats apart."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = sockets.dealer(context, address)
+    heard: list[m.AnyMessage] = []
+    try:
+        for frame in frames:
+            dealer.send(frame)
+        while len(heard) < answers:
+            assert dealer.poll(5000), f"only {heard}"
+            _, message = decode(dealer.recv())
+            if not isinstance(message, m.Heartbeat):
+                heard.append(message)
+    finally:
+        dealer.close()
+        context.term()
+    return heard
+
+
+def test_who_does_not_belong_is_told_why_and_the_run_goes_on(run_dir: Path) -> None:
+    with coordinating(run_dir) as job:
+        mine = Envelope(job.run_id, 0)
+        version = msgpack.packb({"v": 99, "run": job.run_id, "inc": 0, "t": "hello"})
+        cases = {
+            "the run token is wrong": encode(greeting(token="guess"), mine),
+            "run token": encode(greeting(token="gu\u00e9ss \u6f22"), mine),
+            f"this is run {job.run_id}, not another": encode(greeting(), Envelope("another", 0)),
+            "target, taps, dtype or plan differ": encode(greeting(schema="other"), mine),
+            "protocol version 99, this side speaks": version,
+            "not a msgpack map": b"\xc1",
+        }
+        for reason, frame in cases.items():
+            (answer,) = exchange(job.address, frame)
+            assert isinstance(answer, m.Reject)
+            assert reason in answer.reason
+        # The token comes first: who cannot prove it learns nothing else about the run.
+        (answer,) = exchange(job.address, encode(greeting(token="guess", schema="other"), Envelope("another", 0)))
+        assert answer == m.Reject(reason="the run token is wrong")
+        peer = Peer(job.address, job.run_id, greeting())
+        assert (peer.welcome.slots, peer.welcome.slot_bytes) == (3, 4096)
+        peer.close()
+
+
+def test_a_stranger_cannot_take_part_without_joining(run_dir: Path) -> None:
+    with coordinating(run_dir) as job:
+        mine = Envelope(job.run_id, 0)
+        # Neither order is obeyed: the first answer is to the HELLO after them, and the run is still there.
+        frames = (encode(m.Order(order="done"), mine), encode(m.Want(kind="model"), mine), encode(greeting(), mine))
+        (answer,) = exchange(job.address, *frames)
+        assert isinstance(answer, m.Welcome)
+
+
+def test_a_message_of_several_parts_does_not_end_the_run(run_dir: Path) -> None:
+    with coordinating(run_dir) as job:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        dealer = sockets.dealer(context, job.address)
+        for parts in ([b"a", b"b"], [b"", b"", b""], [b""]):
+            dealer.send_multipart(parts)
+            assert dealer.poll(5000)
+            assert isinstance(decode(dealer.recv())[1], m.Reject)
+        dealer.close()
+        context.term()
+
+
+def test_a_producer_gets_work_and_its_answer_is_delivered(run_dir: Path) -> None:
+    with coordinating(run_dir) as job:
+        producer = Peer(job.address, job.run_id, greeting())
+        consumer = Peer(job.address, job.run_id, greeting("consumer-0"))
+        producer.send(m.Want(kind="model"))
+        lease = producer.inbox.get(timeout=5)
+        assert isinstance(lease, m.Lease)
+        assert (lease.step, lease.index, lease.slot) == (0, 0, 0)
+        assert np.frombuffer(lease.token_ids, "<i4").tolist() == list(range(6)) * len(lease.samples)
+        producer.send(m.Ready(step=0, index=0, kind="model", attempt=lease.attempt, checksum=2**64 - 1, busy_s=0.1))
+        consumer.send(m.Credit(blocks=1))
+        said = [consumer.inbox.get(timeout=5) for _ in range(2)]
+        assert said[0] == m.Quarantine(samples={})
+        assert isinstance(said[1], m.Deliver)
+        assert (said[1].slot, said[1].samples, said[1].checksum) == (0, lease.samples, 2**64 - 1)
+        producer.close()
+        consumer.close()
+
+
+def test_a_second_coordinator_of_the_same_run_is_refused(run_dir: Path) -> None:
+    with coordinating(run_dir) as job:
+        exchange(job.address, encode(greeting(), Envelope(job.run_id, 0)))  # it is up
+        with pytest.raises(zmq.ZMQError, match="in use"):
+            coordinator.main(run_dir)
+
+
+def test_a_coordinator_leaves_no_descriptor(run_dir: Path, open_fds: Callable[[], int]) -> None:
+    before = open_fds()
+    with coordinating(run_dir) as job:
+        Peer(job.address, job.run_id, greeting()).close()
+        assert open_fds() > before
+    assert open_fds() == before

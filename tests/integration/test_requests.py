@@ -1,0 +1,74 @@
+"""Requests that cannot be carried out: one clear line, exit code 2, nothing loaded and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+CASES = {
+    "unknown key": (["--set", "train.anchor=4"], ["train.anchor", "anchors"]),
+    "unknown section": (["--set", "trian.lr=1"], ["trian", "train"]),
+    "wrong type": (["--set", "train.lr=[1]"], ["train.lr", "float"]),
+    "negative rate": (["--set", "train.lr=-1"], ["train.lr", "positive"]),
+    "tap beyond the last layer": (["--set", "drafter.taps=[0,9]"], ["9", "taps"]),
+    "block larger than the ring": (["--set", "ring.bytes=4KiB"], ["ring.bytes", "train.microbatch_tokens"]),
+    "ring larger than the memory": (["--set", "ring.bytes=900TiB"], ["ring.bytes", "free"]),
+    "sample longer than a block": (["--set", "train.microbatch_tokens=32"], ["train.microbatch_tokens", "max_length"]),
+    "missing data": (["--set", 'data.train=[{path="nowhere.jsonl"}]'], ["nowhere.jsonl"]),
+    "missing target": (["--set", "target.model=/nowhere/at/all"], ["/nowhere/at/all"]),
+    "split without consumers": (["--set", 'gpus.split="1:0"'], ["gpus.split"]),
+    "mask token in use": (["--set", "drafter.mask_token=1"], ["mask_token"]),
+    "text for a size": (["--set", 'ring.bytes="much"'], ["ring.bytes", "much"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_request_is_refused_in_one_line(workspace, case):
+    arguments, words = CASES[case]
+    refused = workspace.run("wrong", *arguments)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    (line,) = refused.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert all(word in line for word in words), line
+    assert not (workspace.runs / "wrong" / "target_io.safetensors").exists()
+
+
+def test_a_missing_config_is_named(workspace):
+    refused = workspace.draftwire("run", "absent.toml")
+    assert refused.returncode == 2
+    assert "absent.toml" in refused.stderr
+
+
+def test_a_model_that_does_not_fit_is_refused_before_loading(workspace):
+    # A header may announce any size: nothing is read behind it before the check.
+    weights = workspace.folder / "target/model.safetensors"
+    huge = {"w": {"dtype": "F32", "shape": [1 << 44], "data_offsets": [0, 1 << 46]}}
+    header = json.dumps(huge).encode()
+    weights.write_bytes(len(header).to_bytes(8, "little") + header)
+    refused = workspace.run("heavy")
+    assert refused.returncode == 2
+    assert "do not fit" in refused.stderr
+
+
+def test_a_live_run_is_not_started_twice(workspace):
+    started = workspace.start("taken")
+    workspace.wait_for_step("taken", 1)
+    refused = workspace.run("taken", "--resume")
+    assert refused.returncode == 2
+    assert "alive" in refused.stderr
+    assert started.wait(90) == 0
+
+
+def test_resume_with_another_batch_size_is_refused(workspace):
+    assert workspace.run("fixed", "--set", "train.max_steps=4").returncode == 0
+    refused = workspace.run("fixed", "--resume", "--set", "train.batch_tokens=200")
+    assert refused.returncode == 2
+    assert "train.batch_tokens" in refused.stderr
+
+
+def test_the_command_line_starts_without_torch():
+    code = "import sys, launch.cli; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'zmq')))"
+    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=30, check=False).returncode == 0

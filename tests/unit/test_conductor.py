@@ -1,0 +1,227 @@
+"""The conductor with simulated peers: every block is trained once and in order, whatever goes wrong on the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch.conductor import LAUNCHER, Conductor
+from protocol import messages as m
+from protocol.job import Job
+from protocol.plan import Plan, PlanParams
+
+
+class TinyDataset:
+    def __init__(self, samples: int) -> None:
+        self.lengths = np.array([6 + index % 5 for index in range(samples)])
+
+    def tokens(self, index: int) -> np.ndarray:
+        return np.full(self.lengths[index], index, np.int32)
+
+    def mask(self, index: int) -> np.ndarray:
+        return np.ones(self.lengths[index], np.uint8)
+
+
+def make(samples: int = 20, producers: int = 2, consumers: int = 1, slots: int = 4, quarantine_limit: float = 0.2):
+    dataset = TinyDataset(samples)
+    params = PlanParams(
+        seed=1,
+        epochs=2,
+        batch_tokens=30,
+        anchors=4,
+        block_size=4,
+        microbatch_tokens=20,
+        microbatch_draft_tokens=64,
+        consumers=consumers,
+    )
+    plan = Plan(dataset.lengths, dataset.lengths - 1, params, "data")
+    job = Job(
+        run_id="r",
+        incarnation=1,
+        address="ipc://@r",
+        target_dir="",
+        dataset_dir="",
+        taps=(0,),
+        width=8,
+        dtype="float32",
+        slots=slots,
+        slot_bytes=4096,
+        schema="s",
+        shape={},
+        plan=params,
+        start_step=0,
+        checkpoint=None,
+        quarantined={},
+        producers=("cpu",) * producers,
+        consumers=("cpu",) * consumers,
+        quarantine_limit=quarantine_limit,
+    )
+    return Conductor(job, plan, dataset), plan
+
+
+class Peers:
+    """Honest producers and consumers, except for what `poison` and `crash` say; messages arrive in a drawn order."""
+
+    def __init__(self, conductor: Conductor, producers: int, consumers: int, poison=(), draw=lambda n: 0) -> None:
+        self.conductor, self.poison, self.draw = conductor, set(poison), draw
+        self.trained: dict[int, list[tuple[int, int, tuple[int, ...]]]] = {rank: [] for rank in range(consumers)}
+        self.blocks: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self.quarantined: dict[str, str] = {}
+        self.errors: list[str] = []
+        self.stopped_at: dict[int, int] = {}
+        self.wire: list[tuple[str, m.Message]] = []
+        for rank in range(consumers):
+            conductor.joined(m.Hello(role="consumer", name=f"consumer-{rank}", rank=rank, **_identity()))
+            self.wire.append((f"consumer-{rank}", m.Credit(blocks=2)))
+        for index in range(producers):
+            self.join_producer(index)
+
+    def join_producer(self, index: int) -> None:
+        self.conductor.joined(m.Hello(role="producer", name=f"producer-{index}", rank=index, **_identity()))
+        self.wire.append((f"producer-{index}", m.Want(kind="model")))
+
+    def step(self) -> bool:
+        """Delivers one message, drawn among those that are first of their sender; False when there is none."""
+        self._collect()
+        senders = list(dict.fromkeys(name for name, _ in self.wire))
+        if not senders:
+            return False
+        sender = senders[self.draw(len(senders))]
+        place = next(at for at, (name, _) in enumerate(self.wire) if name == sender)
+        name, message = self.wire.pop(place)
+        self.conductor.handle(name, message)
+        counts = self.conductor.ledger.counts
+        assert sum(counts.values()) == self.conductor._job.slots
+        return True
+
+    def _collect(self) -> None:
+        pending, self.conductor.out = self.conductor.out, []
+        for name, message in pending:
+            match message:
+                case m.Lease(step=step, index=index, kind=kind, attempt=attempt):
+                    block = {"step": step, "index": index, "kind": kind, "attempt": attempt}
+                    self.wire.append((name, m.Ready(**block, checksum=attempt, busy_s=0.0)))
+                    self.wire.append((name, m.Want(kind="model")))
+                case m.Deliver():
+                    self._deliver(name, message)
+                case m.Go(step=step, micro_step=micro_step, stop=stop):
+                    rank = int(name.partition("-")[2])
+                    if stop:
+                        self.stopped_at[rank] = step
+                    else:
+                        self.trained[rank].append((step, micro_step, self.blocks.pop((rank, step, micro_step))))
+                        self.wire.append((name, m.Credit(blocks=1)))
+                case m.Quarantine(samples=samples):
+                    self.quarantined = samples
+                case m.Error(text=text):
+                    assert name == LAUNCHER
+                    self.errors.append(text)
+
+    def _deliver(self, name: str, message: m.Deliver) -> None:
+        key = {"step": message.step, "index": message.index, "attempt": message.attempt}
+        culprits = tuple(self.poison & set(message.samples))
+        if culprits:
+            self.wire.append((name, m.Bad(**key, samples=culprits, reason="not finite")))
+            self.wire.append((name, m.Credit(blocks=1)))
+            return
+        rank = int(name.partition("-")[2])
+        self.blocks[rank, message.step, message.micro_step] = message.samples
+        self.wire += [(name, m.Verified(**key)), (name, m.Release(**key))]
+
+
+def _identity() -> dict[str, object]:
+    return {"pid": 1, "host": "h", "token": "t", "schema": "s", "versions": {}}
+
+
+def expected(plan: Plan, rank: int, without: set[int] = frozenset()):
+    return [
+        (block.step, block.micro_step, tuple(sample for sample in block.samples if sample not in without))
+        for step in range(plan.total_steps)
+        for block in plan.blocks(step)
+        if block.rank == rank
+    ]
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_every_block_is_trained_once_in_order_while_producers_die(data, producers, consumers, slots):
+    conductor, plan = make(producers=producers, consumers=consumers, slots=slots)
+    peers = Peers(conductor, producers, consumers, draw=lambda n: data.draw(st.integers(0, n - 1)) if n > 1 else 0)
+    deaths = data.draw(st.lists(st.integers(0, 200), max_size=4, unique=True))
+    for turn in range(100_000):
+        if turn in deaths:
+            name = f"producer-{turn % producers}"
+            peers._collect()
+            peers.wire = [(sender, message) for sender, message in peers.wire if sender != name]
+            conductor.handle(LAUNCHER, m.Gone(name=name))
+            peers.join_producer(turn % producers)
+        if not peers.step():
+            break
+    for rank in range(consumers):
+        assert peers.trained[rank] == expected(plan, rank)
+    assert conductor.ledger.finished
+
+
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_poison_is_quarantined_after_three_tries_and_the_rest_is_trained(consumers):
+    conductor, plan = make(consumers=consumers)
+    peers = Peers(conductor, 2, consumers, poison={3})
+    while peers.step():
+        pass
+    bad = [row for kind, row in conductor.rows if kind == "event" and row["what"] == "bad"]
+    assert len(bad) == 3
+    assert set(peers.quarantined) == {"3"}
+    assert not peers.errors
+    for rank in range(consumers):
+        assert peers.trained[rank] == expected(plan, rank, without={3})
+
+
+def test_too_much_poison_fails_the_run():
+    conductor, _ = make(quarantine_limit=0.1)
+    peers = Peers(conductor, 1, 1, poison={2, 3, 4, 5})
+    while peers.step() and not peers.errors:
+        pass
+    assert "train.quarantine_limit" in peers.errors[0]
+
+
+def test_a_stop_takes_effect_at_one_step_boundary_for_all_ranks():
+    conductor, plan = make(consumers=2)
+    peers = Peers(conductor, 2, 2)
+    for _ in range(40):
+        peers.step()
+    conductor.handle(LAUNCHER, m.Order(order="stop"))
+    while peers.step():
+        pass
+    (boundary,) = set(peers.stopped_at.values())
+    assert len(peers.stopped_at) == 2
+    assert 0 < boundary < plan.total_steps
+    for rank in range(2):
+        done = Counter(step for step, _, _ in peers.trained[rank])
+        assert done == Counter({step: plan.micro_steps(step) for step in range(boundary)})
+
+
+def test_a_stop_does_not_wait_for_producers_that_never_come():
+    conductor, _ = make()
+    peers = Peers(conductor, 0, 1)
+    conductor.handle(LAUNCHER, m.Order(order="stop"))
+    while peers.step():
+        pass
+    assert peers.stopped_at == {0: 0}
+
+
+def test_messages_of_an_earlier_delivery_change_nothing():
+    conductor, plan = make()
+    peers = Peers(conductor, 1, 1)
+    while peers.step():
+        for message in (
+            m.Verified(step=0, index=0, attempt=999),
+            m.Release(step=0, index=0, attempt=999),
+            m.Bad(step=0, index=0, attempt=999, samples=(), reason="late"),
+            m.Ready(step=0, index=0, kind="model", attempt=999, checksum=0, busy_s=0.0),
+        ):
+            conductor.handle("consumer-0" if not isinstance(message, m.Ready) else "producer-0", message)
+    assert peers.trained[0] == expected(plan, 0)
