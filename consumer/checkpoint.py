@@ -4,7 +4,7 @@
                               state.safetensors    fp32 masters and both AdamW moments
                               config.json          the drafter's shape, as in an export
                               cursor.json          where training stands in the plan
-                              manifest.json        bytes and crc32 of the files above
+                              manifest.json        bytes and crc32 of the files above, target, best acceptance so far
     checkpoints/latest, best  links
 
 Everything is written under a hidden name, synced, then renamed in one step. An older checkpoint is removed only after
@@ -20,24 +20,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from consumer.checkpoints import crc32, point, problem_of
+from consumer.checkpoints import FileFacts, Manifest, crc32, point, problem_of, read_shape
 from consumer.shape import DrafterShape
-from consumer.zlab import config_json, shape_from_config_json
+from consumer.zlab import config_json
 from protocol.cursor import Cursor, encode_cursor
 from protocol.errors import RequestError
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a checkpoint holds. `weights` are in the compute dtype, `state` holds the fp32 tensors."""
+    """Everything that a checkpoint holds. `weights` are in the compute dtype, `state` holds the fp32 tensors, `best` is
+    the highest acceptance length that the run has measured so far (0 before the first), `target` the fingerprint of the
+    target that it is trained for."""
 
     shape: DrafterShape
     weights: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
     cursor: Cursor
+    target: str
+    best: float = 0.0
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
@@ -52,17 +58,18 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         save_file(dict(snapshot.state), part / "state.safetensors")
         (part / "config.json").write_text(json.dumps(config_json(snapshot.shape), indent=2) + "\n")
         (part / "cursor.json").write_bytes(encode_cursor(snapshot.cursor))
-        files = {path.name: {"bytes": path.stat().st_size, "crc32": crc32(path)} for path in sorted(part.iterdir())}
-        (part / "manifest.json").write_text(json.dumps(files, indent=2) + "\n")
+        files = {path.name: FileFacts(path.stat().st_size, crc32(path)) for path in sorted(part.iterdir())}
+        manifest = Manifest(target=snapshot.target, best_acceptance=snapshot.best, files=files)
+        (part / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
         for path in (*part.iterdir(), part):
             _sync(path)
         if final.exists():
             shutil.rmtree(final)
         part.rename(final)
         _sync(folder)
-    except OSError:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise
+        raise OSError(str(error)) from error
     point(folder, "latest", final)
     return final
 
@@ -72,8 +79,7 @@ def read_weights(checkpoint: Path) -> tuple[dict[str, Tensor], DrafterShape]:
     problem = problem_of(checkpoint)
     if problem is not None:
         raise RequestError(f"{checkpoint}: {problem}")
-    shape = shape_from_config_json(json.loads((checkpoint / "config.json").read_text()))
-    return load_file(checkpoint / "drafter.safetensors"), shape
+    return load_file(checkpoint / "drafter.safetensors"), read_shape(checkpoint)
 
 
 def read_state(checkpoint: Path) -> dict[str, Tensor]:

@@ -11,10 +11,29 @@ import shutil
 import zlib
 from pathlib import Path
 
+import msgspec
+
+from consumer.shape import DrafterShape
+from consumer.zlab import shape_from_config_json
 from protocol.cursor import Cursor, decode_cursor
 
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _CHUNK_BYTES = 16 << 20
+
+
+class FileFacts(msgspec.Struct, frozen=True):
+    """What a file must be to count as undamaged."""
+
+    bytes: int
+    crc32: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """manifest.json. `target` is the target's fingerprint, `best_acceptance` the run's highest so far."""
+
+    target: str
+    best_acceptance: float
+    files: dict[str, FileFacts]
 
 
 def point(folder: Path, name: str, target: Path) -> None:
@@ -42,14 +61,13 @@ def checkpoints(folder: Path) -> list[Path]:
 def problem_of(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None when each has its recorded size and crc32."""
     try:
-        files = json.loads((checkpoint / "manifest.json").read_text())
-        for name, facts in files.items():
+        for name, facts in read_manifest(checkpoint).files.items():
             path = checkpoint / name
-            if path.stat().st_size != facts["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes, not {facts['bytes']}"
-            if crc32(path) != facts["crc32"]:
+            if path.stat().st_size != facts.bytes:
+                return f"{name} has {path.stat().st_size} bytes, not {facts.bytes}"
+            if crc32(path) != facts.crc32:
                 return f"{name} has another crc32 than recorded"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, msgspec.MsgspecError) as error:
         return f"manifest.json: {error}"
     return None
 
@@ -68,6 +86,16 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
 def read_cursor(checkpoint: Path) -> Cursor:
     path = checkpoint / "cursor.json"
     return decode_cursor(path.read_bytes(), str(path))
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Raises msgspec's errors for a manifest that is not one; `problem_of` says so before."""
+    return msgspec.json.decode((checkpoint / "manifest.json").read_bytes(), type=Manifest)
+
+
+def read_shape(checkpoint: Path) -> DrafterShape:
+    """The drafter's shape."""
+    return shape_from_config_json(json.loads((checkpoint / "config.json").read_text()))
 
 
 def crc32(path: Path) -> int:

@@ -20,7 +20,7 @@ def unsound_samples(
     `features` `[T, taps x hidden]` on any device, `token_ids` `[T]`, `offsets` `[n + 1]`. Three `[T, taps]` masks are
     made on the device and read back once.
     """
-    rows = features.view(len(features), taps, -1)
+    rows = features.view(len(features), taps, features.shape[1] // taps)
     finite = torch.isfinite(rows).all(-1)
     zero = (rows == 0).all(-1)
     repeats = torch.zeros_like(zero)

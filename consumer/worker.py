@@ -17,7 +17,7 @@ import torch
 from consumer.acceptance import EvalRows, load_eval_rows, measure
 from consumer.baselines import baseline_acceptance, fit
 from consumer.checkpoint import Snapshot, read_state
-from consumer.checkpoints import read_cursor
+from consumer.checkpoints import read_cursor, read_manifest
 from consumer.config import DrafterConfig, EvalConfig, TrainConfig
 from consumer.drafter import Drafter, initialise, load
 from consumer.export import export, load_export
@@ -74,6 +74,7 @@ class Rank:
         self.trainer = Trainer(self.drafter, self.ends.embedding, self.ends.head, self.config, self.plan.total_steps)
         self.samples_trained = self.tokens_trained = 0
         self.best = 0.0
+        self.last: float | None = None
         self._start_from()
         self.peer = Peer(self.job.address, self.job.run_id, self._hello())
         arena = Arena(ring_fd, self.job.slots, self.job.slot_bytes)
@@ -139,7 +140,9 @@ class Rank:
     def _checkpoint(self, step: int, best: bool = False) -> None:
         if self.rank == 0:
             state = capture_state(self.drafter, self.trainer.optimiser)
-            self.saver.submit(Snapshot(self.shape, capture_weights(self.drafter), state, self._cursor(step)), best)
+            weights = capture_weights(self.drafter)
+            snapshot = Snapshot(self.shape, weights, state, self._cursor(step), self.ends.fingerprint, self.best)
+            self.saver.submit(snapshot, best)
 
     def _cursor(self, step: int) -> Cursor:
         quarantined = {int(sample): reason for sample, reason in self.feed.quarantined.items()}
@@ -153,8 +156,11 @@ class Rank:
         limit = self.evaluation.max_new_tokens
         found = measure(self.drafter, self.ends.embedding, self.ends.head, self.eval_rows, max_new_tokens=limit)
         self.report("eval", {"step": step, "seconds": time.monotonic() - started} | acceptance_row(found))
-        improved, self.best = found.mean > self.best, max(found.mean, self.best)
-        return improved and step > 0
+        # What has not been trained is not saved, so it cannot be the best checkpoint.
+        self.last = found.mean
+        improved = step > 0 and found.mean > self.best
+        self.best = found.mean if improved else self.best
+        return improved
 
     def _evaluate_baselines(self) -> None:
         if self.rank != 0 or self.eval_rows is None:
@@ -171,7 +177,7 @@ class Rank:
 
     def _export(self, step: int) -> None:
         if self.rank == 0:
-            facts = export_facts(self.run_dir, self._cursor(step)) | {"acceptance_length": round(self.best, 4) or None}
+            facts = export_facts(self.run_dir, self._cursor(step)) | {"acceptance_length": self.last}
             export(capture_weights(self.drafter), self.shape, self.run_dir / "export", facts)
 
     def _leave(self, code: int) -> int:
@@ -190,6 +196,7 @@ class Rank:
             checkpoint = Path(self.job.checkpoint)
             cursor = read_cursor(checkpoint)
             self.samples_trained, self.tokens_trained = cursor.samples_trained, cursor.tokens_trained
+            self.best = read_manifest(checkpoint).best_acceptance
             restore_state(self.drafter, self.trainer.optimiser, read_state(checkpoint))
         elif init_from is not None:
             weights, shape, _ = load_export(Path(init_from))

@@ -63,6 +63,7 @@ class Conductor:
         self.produced_tokens = 0
         self.busy_s = 0.0
         self.streamed_bytes = 0
+        self.numerics_changed = 0
         self._job, self._plan, self._samples = job, plan, samples
         ranks = len(job.consumers)
         quarantined = {int(sample): reason for sample, reason in job.quarantined.items()}
@@ -133,6 +134,10 @@ class Conductor:
         if self.ledger.ready(key, message.kind, message.attempt, name) and leased is not None:
             self._sums[message.attempt] = message.checksum
             self.busy_s += message.busy_s
+            if message.halved:
+                self.numerics_changed += message.halved
+                text = f"step {message.step} block {message.index}: a batch was halved {message.halved} times"
+                self.rows.append(("event", {"what": "numerics_changed", "text": text}))
             self.produced_tokens += sum(len(self._samples.tokens(sample)) for sample in leased.samples)
 
     def _bad(self, message: Bad) -> None:
@@ -151,8 +156,8 @@ class Conductor:
 
     def _order(self, order: str) -> None:
         if order == STOP:
+            # Leases go on until the boundary: the step before it needs its blocks.
             self.gate.order([STOP])
-            self.ledger.paused = True
         else:
             self.ended = True
             self.out += [(peer, Stop(reason=order)) for peer in self._peers_of_work()]
@@ -179,7 +184,9 @@ class Conductor:
         # A GO that a rank is not there to hear would be lost.
         complete = len(self._ranks) == len(self._job.consumers)
         while complete and (go := self.gate.go()) is not None:
-            message = Go(step=go.step, micro_step=go.micro_step, stop=STOP in go.orders)
+            stop = STOP in go.orders
+            self.ledger.paused = self.ledger.paused or stop
+            message = Go(step=go.step, micro_step=go.micro_step, stop=stop)
             self.out += [(name, message) for name in self._ranks]
 
     def _check_quarantine(self) -> None:

@@ -56,11 +56,13 @@ class Coordinator:
         while not self.conductor.ended:
             if self._router.poll(POLL_MS):
                 while self._router.poll(0) and not self.conductor.ended:
-                    identity, frame = self._router.recv_multipart()
-                    self._receive(identity, frame)
+                    # A frame is one part; of several, which no peer of ours sends, the whole is refused.
+                    identity, *parts = self._router.recv_multipart()
+                    self._receive(identity, b"".join(parts))
             self._flush()
             self._tick(time.monotonic())
         self._flush()
+        append_row(self._metrics, "stream", self._state(time.monotonic()))
 
     def _receive(self, identity: bytes, frame: bytes) -> None:
         try:
@@ -87,7 +89,7 @@ class Coordinator:
         self.conductor.joined(hello)
 
     def _refusal(self, hello: Hello, envelope: Envelope) -> str | None:
-        if not secrets.compare_digest(hello.token, self._token):
+        if not secrets.compare_digest(hello.token.encode(), self._token.encode()):
             return "the run token is wrong"
         if envelope.run != self.job.run_id:
             return f"this is run {self.job.run_id}, not {envelope.run}"
@@ -140,15 +142,10 @@ class Coordinator:
 
 
 def main(run_dir: Path) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router = sockets.router(context, read_job(run_dir).address)
-    try:
+    with zmq.Context() as context, sockets.router(context, read_job(run_dir).address) as router:
         Coordinator(run_dir, router).run()
         # `linger=0` would drop the last words, so they get a moment.
         time.sleep(0.2)
-    finally:
-        router.close()
-        context.term()
 
 
 if __name__ == "__main__":

@@ -24,9 +24,8 @@ from protocol.peer import Peer, hello
 DONE, INTERRUPTED = 0, 75
 TICK_S = 0.1
 PROGRESS_S = 10.0
-# A producer that dies this often in a row without living for QUICK_DEATH_S is not restarted again.
-QUICK_DEATHS = 3
-QUICK_DEATH_S = 60.0
+# A producer that has died this often while the run made no step is not started again.
+DEATHS_A_STEP = 3
 GRACE_S = 20.0
 
 Say = Callable[[str], None]
@@ -43,7 +42,8 @@ class Crew:
         # Fixed whatever the number of producers is: results depend on the threads of a process.
         threads = max(1, min(processors() // 2, 8))
         self._environment = {"OMP_NUM_THREADS": str(threads), TOKEN_VARIABLE: token} | _ranks(len(job.consumers))
-        self._quick_deaths: dict[str, int] = {}
+        self._step = job.start_step
+        self._deaths: dict[str, tuple[int, int]] = {}  # step at the last death, deaths at that step
         self._asleep: dict[str, float] = {}
         self._children: dict[str, Child] = {}
         self._peer: Peer | None = None
@@ -119,6 +119,7 @@ class Crew:
                 return
             match message:
                 case Snapshot(state=state):
+                    self._step = state["step"]
                     if time.monotonic() - self._said_s >= PROGRESS_S:
                         self._said_s = time.monotonic()
                         self._say(progress_line(state))
@@ -137,12 +138,12 @@ class Crew:
                 if time.monotonic() >= self._asleep[name]:
                     del self._asleep[name]
                     self._start(name)
-            elif (code := child.exit_code()) is not None and not self._stopping:
+            elif (code := child.exit_code()) is not None:
                 self._tell(Gone(name=name))
-                lived_s = time.monotonic() - child.started_s
-                deaths = self._quick_deaths.get(name, 0) + 1 if lived_s < QUICK_DEATH_S else 1
-                self._quick_deaths[name] = deaths
-                if code == 2 or deaths > QUICK_DEATHS:
+                died_at, deaths = self._deaths.get(name, (-1, 0))
+                deaths = deaths + 1 if died_at == self._step else 1
+                self._deaths[name] = (self._step, deaths)
+                if code == 2 or deaths > DEATHS_A_STEP:
                     raise RunError(child.obituary())
                 self._say(f"{child.obituary()}; starting it again")
                 self._asleep[name] = time.monotonic() + 2.0 ** (deaths - 1) - 1.0

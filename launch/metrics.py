@@ -6,8 +6,9 @@ comes again, so those rows are superseded.
     start  step (steps done when this stretch began), versions, machine, placement
     step   step, epoch, loss, accuracy (per slot), lr, grad_norm, samples, tokens, samples_trained, tokens_trained
     eval   step, acceptance_mean, acceptance_per_position, ...
+    baseline  unigram, bigram: the same keys, measured once
     stream step, ring, producer_tokens_per_s, consumer_tokens_per_s, waits, bytes_streamed
-    event  what, text        (restart, quarantine, checkpoint)
+    event  what, text        (gone, bad, quarantine, checkpoint, numerics_changed, ...)
     end    state (done, failed, interrupted), reason
 """
 
@@ -40,9 +41,15 @@ def read_rows(path: Path) -> list[Row]:
         except json.JSONDecodeError:
             continue
         if row["kind"] == "start":
-            rows = [old for old in rows if old["kind"] not in ("step", "eval") or old["step"] <= row["step"]]
+            rows = [old for old in rows if old["kind"] not in ("step", "eval") or _counts(old["step"], row["step"])]
         rows.append(row)
     return rows
+
+
+def _counts(step: int, start: int) -> bool:
+    """Whether what was recorded after `step` steps still stands when a stretch begins at `start`: what lies at the
+    boundary does, save at the very beginning, which is measured anew."""
+    return step < start or step == start > 0
 
 
 def of_kind(rows: list[Row], kind: str) -> list[Row]:

@@ -30,7 +30,7 @@ from producer.locate import locate_target
 from producer.setup_args import SetupArgs
 from protocol.arena import create_arena
 from protocol.dataset import TokenDataset
-from protocol.errors import RequestError, RunError
+from protocol.errors import DraftwireError, RequestError, RunError
 from protocol.job import Job, write_job
 from protocol.units import show_bytes
 from protocol.version import DRAFTWIRE_VERSION
@@ -142,7 +142,7 @@ def _supervise(job: Job, run_dir: Path, free_bytes: int, signals: Signals, say: 
         state, reason = "failed", "the launcher was interrupted"
         try:
             state, reason = crew.work()
-        except RunError as error:
+        except DraftwireError as error:
             state, reason = "failed", str(error)
         except Interrupted:
             state, reason = "interrupted", "interrupted at once"

@@ -7,6 +7,7 @@ model that does not fit, a checkpoint of another plan.
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from consumer.checkpoints import newest_good, read_cursor
+from consumer.checkpoints import newest_good, read_cursor, read_manifest, read_shape
 from consumer.shape import DrafterShape, resolve_shape
 from launch.config import Config
 from launch.machine import Gpu
@@ -104,8 +105,12 @@ def make_job(config: Config, found: Outline, dataset: TokenDataset, plan: Plan, 
     cursor = read_cursor(checkpoint) if checkpoint is not None else None
     if cursor is not None:
         notes += _check_cursor(cursor, plan, run_dir)
-    run_id = f"{config.run.name[:40]}-{secrets.token_hex(6)}"
+    shape = _final_shape(config, found, dataset)
     weights = target_fingerprint(found.target_dir, config.target, found.placement.producers[0])
+    if checkpoint is not None:
+        _check_same_training(checkpoint, shape, weights)
+    # A part of an abstract socket's address, which holds 107 bytes.
+    run_id = f"{re.sub('[^A-Za-z0-9._-]', '-', config.run.name)[:40]}-{secrets.token_hex(6)}"
     schema = (weights, found.shape.target_layer_ids, found.dtype, found.width, plan.hash)
     job = Job(
         run_id=run_id,
@@ -119,7 +124,7 @@ def make_job(config: Config, found: Outline, dataset: TokenDataset, plan: Plan, 
         slots=found.ring.slots,
         slot_bytes=found.ring.slot_bytes,
         schema=hashlib.blake2b(msgspec.json.encode(schema), digest_size=16).hexdigest(),
-        shape=msgspec.to_builtins(_final_shape(config, found, dataset)),
+        shape=msgspec.to_builtins(shape),
         plan=plan.params,
         start_step=cursor.next_step if cursor is not None else 0,
         checkpoint=str(checkpoint) if checkpoint is not None else None,
@@ -172,6 +177,21 @@ def _refuse_what_cannot_fit(target_dir: Path, placement: Placement, gpus: Sequen
                 f"target.model: {show_bytes(weight_bytes)} of weights do not fit into the {show_bytes(gpu.free_bytes)} "
                 f"that are free on {device} ({gpu.name}): free the GPU, or use a smaller target"
             )
+
+
+def _check_same_training(checkpoint: Path, shape: DrafterShape, target: str) -> None:
+    """A checkpoint goes on only with the drafter and the target that it was made with."""
+    then, now = msgspec.to_builtins(read_shape(checkpoint)), msgspec.to_builtins(shape)
+    for name in then:
+        if then[name] != now[name]:
+            raise RequestError(
+                f"{checkpoint} has a drafter with {name} = {then[name]}, the configuration asks for {now[name]}: "
+                "restore [drafter] and [target], or start another run"
+            )
+    if read_manifest(checkpoint).target != target:
+        raise RequestError(
+            f"{checkpoint} was trained for another target or dtype: restore [target], or start another run"
+        )
 
 
 def _check_cursor(cursor: Cursor, plan: Plan, run_dir: Path) -> list[str]:

@@ -14,7 +14,10 @@ from protocol.units import show_bytes
 def summarise(run_dir: Path) -> dict[str, Any]:
     """The keys of `draftwire status --json`; a figure that is not known yet is None."""
     rows = read_rows(run_dir / "metrics.jsonl")
-    steps, evals, streams, ends = (of_kind(rows, kind) for kind in ("step", "eval", "stream", "end"))
+    steps, evals, streams = (of_kind(rows, kind) for kind in ("step", "eval", "stream"))
+    # Only an end behind the newest start speaks of it: a launcher that was killed wrote none.
+    lives = [row for row in rows if row["kind"] in ("start", "end")]
+    ends = [row for row in lives[-1:] if row["kind"] == "end"]
     last_step = steps[-1] if steps else {}
     last_stream = streams[-1] if streams else {}
     plan = _read_json(run_dir / "plan.json")

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +33,6 @@ class Child:
         echo: bool = False,
     ) -> None:
         self.name, self.log_path = name, log_path
-        self.started_s = time.monotonic()
         log_path.parent.mkdir(parents=True, exist_ok=True)
         output = None if echo else log_path.open("ab")
         # -P keeps the working folder off the module path: a file named launch.py there must not be run.

@@ -71,5 +71,6 @@ class Tally:
             "bytes_streamed": conductor.streamed_bytes,
             "quarantined": len(conductor.ledger.quarantined),
             "restarts": self._restarts,
+            "numerics_changed": conductor.numerics_changed,
             "eta_s": self._step_s / self._steps_here * left if self._steps_here else None,
         }

@@ -1,4 +1,4 @@
-"""The features of one block: one right-padded forward pass, pad rows dropped."""
+"""The features of one block: right-padded forward passes over samples of similar length, pad rows dropped."""
 
 from __future__ import annotations
 
@@ -11,37 +11,71 @@ from numpy.typing import NDArray
 from producer.taps import Taps
 from producer.target import Target, run_text
 
+IntArray = NDArray[np.int32]
 
-def features_of(
-    target: Target, taps: Taps, samples: Sequence[NDArray[np.int32]], out: NDArray[np.generic]
-) -> NDArray[np.generic]:
-    """Fills `out` with the tapped features of `samples`, token ids `[L_i]` each, and returns it.
+# A sample joins a batch only if it is at least this long relative to the batch's longest. Padding is then a few percent
+# of the work; finer batches would cost more in calls than they save.
+SHORTEST_SHARE = 0.85
+
+
+def batches(lengths: Sequence[int]) -> list[list[int]]:
+    """Places of samples, grouped into batches of similar length, longest first. A pure function of the lengths."""
+    groups: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        if groups and lengths[place] >= SHORTEST_SHARE * lengths[groups[-1][0]]:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return groups
+
+
+def features_of(target: Target, taps: Taps, samples: Sequence[IntArray], out: NDArray[np.generic]) -> int:
+    """Fills `out` with the tapped features of `samples`, token ids `[L_i]` each.
 
     `out` is contiguous, `[sum L_i, taps * H]`, in the target's dtype (uint16 words carry bfloat16); rows follow the
-    given order of samples. The samples run as one batch, longest first, padded on the right, with the padding mask
-    passed: the one arrangement that is exact for every decoder, recurrent layers included. The result depends on the
-    samples of the block and on nothing else, bit for bit at a fixed number of threads.
+    given order of samples. Batches are padded on the right, with the padding mask passed: the one arrangement that is
+    exact for every decoder, recurrent layers included. The result depends on the samples of the block and on nothing
+    else, bit for bit at a fixed number of threads, unless memory is short: then a batch is halved, down to one sample,
+    and rounds differently. Returns how often that happened; raises torch.OutOfMemoryError when one sample is too large.
     """
     lengths = [len(sample) for sample in samples]
     if out.shape[0] != sum(lengths) or not out.flags.c_contiguous or min(lengths, default=0) < 1:
         raise ValueError(f"features buffer {out.shape} does not fit samples of {lengths} tokens")
-    order = sorted(range(len(samples)), key=lambda place: (-lengths[place], place))
-    longest = lengths[order[0]]
-    ids = np.zeros((len(samples), longest), dtype=np.int64)
-    mask = np.zeros((len(samples), longest), dtype=np.int64)
-    rows = np.empty(out.shape[0], dtype=np.int64)
+    host = torch.from_numpy(out)
+    host = host if host.dtype == target.dtype else host.view(target.dtype)
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    for line, place in enumerate(order):
-        length = lengths[place]
-        ids[line, :length] = samples[place]
-        mask[line, :length] = 1
-        rows[starts[place] : starts[place + 1]] = line * longest + np.arange(length)
-    destination = torch.from_numpy(out)
-    destination = destination if destination.dtype == target.dtype else destination.view(target.dtype)
-    on_host = target.device.type == "cpu"
-    staging = destination if on_host else torch.empty_like(destination, device=target.device)
-    with taps.capture(torch.from_numpy(rows).to(target.device), staging):
-        run_text(target, torch.from_numpy(ids).to(target.device), torch.from_numpy(mask).to(target.device))
-    if not on_host:
-        destination.copy_(staging)
-    return out
+    halved = 0
+    waiting = batches(lengths)[::-1]
+    while waiting:
+        places = waiting.pop()
+        try:
+            staging = _run(target, taps, [samples[place] for place in places], out.shape[1])
+        except torch.OutOfMemoryError:
+            if len(places) == 1:
+                raise
+            torch.cuda.empty_cache()
+            middle = len(places) // 2
+            waiting += [places[middle:], places[:middle]]
+            halved += 1
+            continue
+        start = 0
+        for place in places:
+            host[starts[place] : starts[place + 1]].copy_(staging[start : start + lengths[place]])
+            start += lengths[place]
+    return halved
+
+
+def _run(target: Target, taps: Taps, samples: Sequence[IntArray], width: int) -> torch.Tensor:
+    """Features `[sum L_i, width]` of one batch, longest sample first, on the target's device."""
+    lengths = [len(sample) for sample in samples]
+    ids = np.zeros((len(samples), lengths[0]), dtype=np.int64)
+    for line, sample in enumerate(samples):
+        ids[line, : len(sample)] = sample
+    mask = np.arange(lengths[0]) < np.asarray(lengths)[:, None]
+    rows = torch.from_numpy(np.flatnonzero(mask)).to(target.device)
+    staging = torch.empty((sum(lengths), width), dtype=target.dtype, device=target.device)
+    with taps.capture(rows, staging):
+        run_text(
+            target, torch.from_numpy(ids).to(target.device), torch.from_numpy(mask.astype(np.int64)).to(target.device)
+        )
+    return staging

@@ -17,6 +17,10 @@ from torch import nn
 from protocol.errors import RequestError, RunError
 
 
+class _Enough(Exception):
+    """Raised by the last tap's hook: what the target would compute behind it is not needed."""
+
+
 class Taps:
     """Hooks on `layers[id]` for every id of `ids`; each copies rows straight to their place and keeps no reference."""
 
@@ -42,13 +46,16 @@ class Taps:
                 width = hidden.shape[-1]
                 flat = hidden.detach().reshape(-1, width)
                 self._out[:, place * width : (place + 1) * width] = flat.index_select(0, self._rows)
+            if self.ids[place] == max(self.ids):
+                raise _Enough
 
         return copy_rows
 
     @contextmanager
     def capture(self, rows: torch.Tensor, out: torch.Tensor) -> Iterator[None]:
         """While open, one forward pass copies rows `rows` (int64 `[T]`, into the flattened `[B * S, H]`) of every tap
-        into `out` `[T, taps * H]`, tap j in columns `j * H` to `(j + 1) * H`.
+        into `out` `[T, taps * H]`, tap j in columns `j * H` to `(j + 1) * H`. The pass ends at the last tap: the layers
+        behind it, the final norm and what follows in the `with` body do not run.
 
         Raises RunError, naming the tap, unless each tapped layer ran exactly once.
         """
@@ -56,6 +63,8 @@ class Taps:
         self._rows, self._out = rows, out
         try:
             yield
+        except _Enough:
+            pass
         finally:
             self._rows = self._out = None
         for tap, count in zip(self.ids, self._counts, strict=True):

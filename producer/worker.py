@@ -30,8 +30,9 @@ from protocol.peer import Peer, hello
 log = logging.getLogger(__name__)
 
 
-def fill(target: Target, taps: Taps, lease: Lease, slot: memoryview, job: Job) -> int:
-    """Writes the leased samples into the slot; returns the 64-bit sum of the features it wrote.
+def fill(target: Target, taps: Taps, lease: Lease, slot: memoryview, job: Job) -> tuple[int, int]:
+    """Writes the leased samples into the slot; returns the 64-bit sum of the features it wrote and how often a batch
+    was halved for lack of memory.
 
     A part of a block writes only its own samples' rows; the small tensors are the same whoever writes them.
     """
@@ -46,15 +47,15 @@ def fill(target: Target, taps: Taps, lease: Lease, slot: memoryview, job: Job) -
     rows: list[NDArray[np.int32]] = [token_ids[offsets[at] : offsets[at + 1]] for at in lease.positions]
     features = tensors["features"]
     if len(rows) == len(lease.samples):
-        features_of(target, taps, rows, features)
-        return checksum(features)
+        halved = features_of(target, taps, rows, features)
+        return checksum(features), halved
     part = np.empty((sum(map(len, rows)), job.width), features.dtype)
-    features_of(target, taps, rows, part)
+    halved = features_of(target, taps, rows, part)
     start = 0
     for at, row in zip(lease.positions, rows, strict=True):
         features[offsets[at] : offsets[at + 1]] = part[start : start + len(row)]
         start += len(row)
-    return checksum(part)
+    return checksum(part), halved
 
 
 def serve(run_dir: Path, index: int, ring_fd: int) -> None:
@@ -83,13 +84,13 @@ def _answer(target: Target, taps: Taps, lease: Lease, slot: memoryview, job: Job
     step, index, kind, attempt = lease.step, lease.index, lease.kind, lease.attempt
     started = time.monotonic()
     try:
-        total = fill(target, taps, lease, slot, job)
+        total, halved = fill(target, taps, lease, slot, job)
     except torch.OutOfMemoryError as error:
-        torch.cuda.empty_cache()
+        # Even one sample alone did not fit, and will not the next time either.
         reason = f"out of memory: {error}"
-        return Nack(step=step, index=index, kind=kind, attempt=attempt, reason=reason, retryable=True)
+        return Nack(step=step, index=index, kind=kind, attempt=attempt, reason=reason, retryable=False)
     busy_s = time.monotonic() - started
-    return Ready(step=step, index=index, kind=kind, attempt=attempt, checksum=total, busy_s=busy_s)
+    return Ready(step=step, index=index, kind=kind, attempt=attempt, checksum=total, busy_s=busy_s, halved=halved)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,6 @@ def decode(frame: bytes) -> tuple[Envelope, AnyMessage]:
         raise ProtocolError(f"protocol version {version!r}, this side speaks {PROTOCOL_VERSION}")
     try:
         head = {"run": fields.pop("run", None), "incarnation": fields.pop("inc", None)}
-        return msgspec.convert(head, Envelope), msgspec.convert(fields, AnyMessage)
+        return msgspec.convert(head, Envelope), msgspec.convert(fields, AnyMessage, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
         raise ProtocolError(f"message {fields.get('t')!r}: {error}") from error

@@ -75,7 +75,7 @@ class Lease(Message, frozen=True):
 
 class Ready(Message, frozen=True):
     """producer -> coordinator: the commit marker. Sent after the last byte is in the slot; `checksum` is the 64-bit
-    sum of the features."""
+    sum of the features, `halved` how often a batch was cut in two for lack of memory (it then rounds differently)."""
 
     step: int
     index: int
@@ -83,6 +83,7 @@ class Ready(Message, frozen=True):
     attempt: int
     checksum: int
     busy_s: float
+    halved: int
 
 
 class Nack(Message, frozen=True):
@@ -178,7 +179,7 @@ class Heartbeat(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """consumer -> coordinator: one row for metrics.jsonl (`kind` "step" or "eval")."""
+    """consumer -> coordinator: one row for metrics.jsonl, of a kind that launch/metrics.py lists."""
 
     kind: str
     row: dict[str, Any]
@@ -197,7 +198,7 @@ class Gone(Message, frozen=True):
 
 
 class Order(Message, frozen=True):
-    """launcher -> coordinator: "stop" (checkpoint at the next step boundary, then end) or "end" (end now)."""
+    """launcher -> coordinator: "stop" (checkpoint at the next step boundary, then end) or "done" (end now)."""
 
     order: str
 

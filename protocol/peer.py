@@ -7,6 +7,7 @@ said nothing for `silence_s`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
@@ -23,6 +24,8 @@ from protocol.version import DRAFTWIRE_VERSION
 
 QUEUE_MESSAGES = 1024
 JOIN_S = 60.0
+# The socket's own `linger` of 0 would drop the last words of a peer that closes.
+DRAIN_MS = 5000
 
 
 class Peer:
@@ -69,46 +72,63 @@ class Peer:
     def _run(self, address: str, hello: Hello) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         dealer = sockets.dealer(context, address)
+        drain_ms = 0
         try:
-            dealer.send(encode(hello, self._envelope))
+            self._put(dealer, hello)
             reason = self._loop(dealer)
+            drain_ms = DRAIN_MS if self._closing.is_set() else 0
         except (zmq.ZMQError, ProtocolError) as error:
             reason = str(error)
         finally:
-            dealer.close()
+            dealer.close(drain_ms)
             context.term()
+        with contextlib.suppress(queue.Full):  # whoever still waits for WELCOME learns why there is none
+            self._joined.put_nowait(ProtocolError(reason))
         if not self._closing.is_set():
             self.inbox.put(Stop(reason=reason))
+
+    def _put(self, dealer: zmq.Socket[bytes], message: Message) -> None:
+        """Sends when there is a connection: with `immediate`, a plain send would wait for one for ever."""
+        started = time.monotonic()
+        while not dealer.poll(50, zmq.POLLOUT):
+            if self._closing.is_set() or time.monotonic() - started > self._silence_s:
+                raise ProtocolError("the coordinator cannot be reached")
+        dealer.send(encode(message, self._envelope))
 
     def _loop(self, dealer: zmq.Socket[bytes]) -> str:
         poller = zmq.Poller()
         poller.register(dealer, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
         heartbeat_s, heard, beat = 1.0, time.monotonic(), time.monotonic()
+        joined = False
         while True:
             ready = dict(poller.poll(int(heartbeat_s * 500)))
             now = time.monotonic()
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
             while not self._outbox.empty():
-                dealer.send(encode(self._outbox.get_nowait(), self._envelope))
+                self._put(dealer, self._outbox.get_nowait())
             if dealer in ready:
                 heard = now
                 while dealer.poll(0):
                     self._envelope, message = decode(dealer.recv())
+                    if isinstance(message, Reject) and joined:
+                        return f"refused: {message.reason}"
                     if isinstance(message, Welcome | Reject):
+                        joined = True
                         self._joined.put(message)
-                        heartbeat_s = message.heartbeat_s if isinstance(message, Welcome) else heartbeat_s
                     elif not isinstance(message, Heartbeat):
                         self.inbox.put(message)
-                        if isinstance(message, Stop):
-                            self._closing.set()
+                    if isinstance(message, Welcome):
+                        heartbeat_s = message.heartbeat_s
+                    elif isinstance(message, Stop):
+                        self._closing.set()
             if self._closing.is_set() and self._outbox.empty():
                 return "closed"
             if now - heard > self._silence_s:
                 return f"the coordinator has been silent for {self._silence_s:.0f} s"
             if now - beat > heartbeat_s:
-                dealer.send(encode(Heartbeat(progress=self.progress), self._envelope))
+                self._put(dealer, Heartbeat(progress=self.progress))
                 beat = now
 
 

@@ -33,7 +33,11 @@ def router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[
     """The coordinator's socket, bound to `address`; raises zmq.ZMQError when the address is taken."""
     socket = _options(context.socket(zmq.ROUTER))
     socket.router_mandatory = 1
-    socket.bind(address)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError:
+        socket.close()
+        raise
     return socket
 
 

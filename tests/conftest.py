@@ -143,3 +143,68 @@ def open_fds() -> Callable[[], int]:
         return len(os.listdir("/proc/self/fd"))
 
     return count
+
+
+@pytest.fixture
+def make_drafter() -> Callable[..., Any]:
+    """Builds a tiny drafter with fresh weights: hidden 16, two taps, block size 4, vocabulary 40, mask token 39."""
+
+    def make(seed: int = 0, dtype: str = "float32", **changes: Any) -> Any:
+        import torch
+
+        from consumer.drafter import Drafter, initialise
+        from consumer.shape import DrafterShape
+
+        sizes: dict[str, Any] = {
+            "hidden_size": 16,
+            "target_layer_ids": (1, 3),
+            "num_layers": 2,
+            "num_heads": 2,
+            "num_kv_heads": 1,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "block_size": 4,
+            "rope_theta": 1e4,
+            "rms_norm_eps": 1e-6,
+            "vocab_size": 40,
+            "mask_token_id": 39,
+            "layer_types": ("sliding_attention", "full_attention"),
+            "sliding_window": 5,
+            "is_causal": None,
+            "num_target_layers": 6,
+            "max_position_embeddings": 64,
+            "eos_token_ids": (0,),
+            "pad_token_id": None,
+            "bos_token_id": None,
+            "input_embedding_scale": 1.0,
+            **changes,
+        }
+        drafter = Drafter(DrafterShape(**sizes), getattr(torch, dtype))
+        initialise(drafter, seed)
+        return drafter
+
+    return make
+
+
+@pytest.fixture
+def make_snapshot(make_drafter: Callable[..., Any]) -> Callable[..., Any]:
+    """A snapshot before `step` with small tensors of every dtype that a checkpoint may hold."""
+
+    def make(step: int, seed: int = 0, best: float = 0.0) -> Any:
+        import torch
+
+        from consumer.checkpoint import Snapshot
+        from consumer.state import capture_weights
+        from protocol.cursor import Cursor
+
+        drafter = make_drafter(seed, "bfloat16")
+        state = {
+            "master.fc.weight": drafter.fc.weight.detach().clone(),
+            "exp_avg.fc.weight": torch.full((3,), float(seed)),
+            "step.fc.weight": torch.tensor(float(step)),
+        }
+        quarantined = {"3": "tap 1 is all zero"}
+        cursor = Cursor(epoch=0, next_step=step, plan_hash="p", step_hash="s", quarantined=quarantined)
+        return Snapshot(drafter.shape, capture_weights(drafter), state, cursor, "fingerprint", best)
+
+    return make

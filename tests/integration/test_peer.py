@@ -10,11 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 import zmq
 
-from launch import coordinator
+from consumer.shape import resolve_shape
+from launch import coordinator, start
+from launch.config import Config
+from launch.placement import Placement
 from protocol import messages as m
 from protocol import peer as peer_module
 from protocol import sockets
@@ -24,6 +28,7 @@ from protocol.errors import ProtocolError
 from protocol.job import TOKEN_VARIABLE, Job, write_job
 from protocol.peer import Peer, hello
 from protocol.plan import PlanParams
+from protocol.ring import RingSize
 
 TOKEN, SCHEMA = "5ec2e7", "schema"
 WELCOME = m.Welcome(slots=2, slot_bytes=64, heartbeat_s=0.05)
@@ -42,11 +47,13 @@ class Router(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        while not self._ending.is_set() or self._router.poll(100):
+        heard_s = time.monotonic()
+        while not self._ending.is_set() or time.monotonic() - heard_s < 0.15:
             if not self._router.poll(5):
                 continue
             identity, frame = self._router.recv_multipart()
             envelope, message = decode(frame)
+            heard_s = heard_s if isinstance(message, m.Heartbeat) else time.monotonic()
             if isinstance(message, m.Hello):
                 answer = self._answer if isinstance(self._answer, bytes) else encode(self._answer, envelope)
                 self._router.send_multipart([identity, answer])
@@ -96,18 +103,24 @@ def test_a_refused_peer_says_why() -> None:
         Peer(router.address, "r", greeting())
 
 
-def test_an_answer_in_another_protocol_version_is_said_at_once() -> None:
+def test_an_answer_in_another_protocol_version_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_module, "JOIN_S", 3.0)
     frame = msgpack.packb({"v": 99, "run": "r", "inc": 0, "t": "reject", "reason": "protocol version"})
     started = time.monotonic()
     with routing(frame) as router, pytest.raises(ProtocolError, match="99"):
         Peer(router.address, "r", greeting())
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 2
 
 
-def test_nobody_there_is_an_error_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_there_is_an_error_after_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, open_fds: Callable[[], int]
+) -> None:
     monkeypatch.setattr(peer_module, "JOIN_S", 0.2)
+    before, started = open_fds(), time.monotonic()
     with pytest.raises(ProtocolError, match="no answer from the coordinator"):
         Peer(sockets.endpoint("nobody-is-here"), "r", greeting())
+    assert time.monotonic() - started < 5
+    assert open_fds() == before
 
 
 def test_silence_ends_the_peer() -> None:
@@ -119,6 +132,14 @@ def test_silence_ends_the_peer() -> None:
         assert "silent" in last.reason
         assert 0.3 < time.monotonic() - started < 3
         peer.close()
+
+
+def test_a_coordinator_that_dies_ends_the_peer() -> None:
+    with routing(WELCOME) as router:
+        peer = Peer(router.address, "r", greeting(), silence_s=0.4)
+    peer.progress = 1  # heartbeats go on, into nothing
+    assert isinstance(peer.inbox.get(timeout=5), m.Stop)
+    peer.close()
 
 
 def test_closing_gives_every_descriptor_back(open_fds: Callable[[], int]) -> None:
@@ -149,6 +170,40 @@ def test_an_address_is_bound_once_and_free_again_when_its_owner_is_gone() -> Non
             assert time.monotonic() < deadline
             time.sleep(0.01)
     context.destroy(linger=0)
+
+
+FACTS = {
+    "hidden_size": 16,
+    "num_layers": 6,
+    "vocab_size": 40,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("name", ["n" * 200, "\u6f22" * 200, "a/b c@d:e", "x"])
+def test_any_run_name_makes_an_address_that_works_and_is_its_own(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "target_fingerprint", lambda *_: "weights")
+    samples = [(np.arange(6, dtype=np.int32), np.ones(6, np.uint8))]
+    dataset = write_dataset(tmp_path / "data", samples, {"fingerprint": "f", "unused_special_ids": [39]})
+    config = msgspec.convert({"run": {"name": name}, "target": {}, "data": {}}, Config)
+    shape = resolve_shape(config.drafter, FACTS, [39])
+    ring = RingSize(slots=3, slot_bytes=4096)
+    found = start.Outline(tmp_path, FACTS, shape, Placement(("cpu",), ("cpu",)), "float32", 48, 4096, 8192, ring)
+    plan = start.make_plan(config, found, dataset)
+    jobs = [start.make_job(config, found, dataset, plan, tmp_path / "run")[0] for _ in range(2)]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    routers = [sockets.router(context, job.address) for job in jobs]  # two runs of one name do not meet
+    for router in routers:
+        router.close()
+    context.term()
 
 
 # --- the coordinator -------------------------------------------------------------------------------------------------
@@ -294,7 +349,9 @@ def test_a_producer_gets_work_and_its_answer_is_delivered(run_dir: Path) -> None
         assert isinstance(lease, m.Lease)
         assert (lease.step, lease.index, lease.slot) == (0, 0, 0)
         assert np.frombuffer(lease.token_ids, "<i4").tolist() == list(range(6)) * len(lease.samples)
-        producer.send(m.Ready(step=0, index=0, kind="model", attempt=lease.attempt, checksum=2**64 - 1, busy_s=0.1))
+        producer.send(
+            m.Ready(step=0, index=0, kind="model", attempt=lease.attempt, checksum=2**64 - 1, busy_s=0.1, halved=0)
+        )
         consumer.send(m.Credit(blocks=1))
         said = [consumer.inbox.get(timeout=5) for _ in range(2)]
         assert said[0] == m.Quarantine(samples={})
@@ -314,6 +371,7 @@ def test_a_second_coordinator_of_the_same_run_is_refused(run_dir: Path) -> None:
 def test_a_coordinator_leaves_no_descriptor(run_dir: Path, open_fds: Callable[[], int]) -> None:
     before = open_fds()
     with coordinating(run_dir) as job:
-        Peer(job.address, job.run_id, greeting()).close()
+        peer = Peer(job.address, job.run_id, greeting())
         assert open_fds() > before
+    peer.close()
     assert open_fds() == before

@@ -104,7 +104,7 @@ class Peers:
             match message:
                 case m.Lease(step=step, index=index, kind=kind, attempt=attempt):
                     block = {"step": step, "index": index, "kind": kind, "attempt": attempt}
-                    self.wire.append((name, m.Ready(**block, checksum=attempt, busy_s=0.0)))
+                    self.wire.append((name, m.Ready(**block, checksum=attempt, busy_s=0.0, halved=0)))
                     self.wire.append((name, m.Want(kind="model")))
                 case m.Deliver():
                     self._deliver(name, message)
@@ -221,7 +221,7 @@ def test_messages_of_an_earlier_delivery_change_nothing():
             m.Verified(step=0, index=0, attempt=999),
             m.Release(step=0, index=0, attempt=999),
             m.Bad(step=0, index=0, attempt=999, samples=(), reason="late"),
-            m.Ready(step=0, index=0, kind="model", attempt=999, checksum=0, busy_s=0.0),
+            m.Ready(step=0, index=0, kind="model", attempt=999, checksum=0, busy_s=0.0, halved=0),
         ):
             conductor.handle("consumer-0" if not isinstance(message, m.Ready) else "producer-0", message)
     assert peers.trained[0] == expected(plan, 0)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from producer.forward import features_of
+from producer.forward import batches, features_of
 from producer.taps import Taps
-from producer.target import Target, as_target
+from producer.target import Target, as_target, run_text
 from protocol.errors import RequestError, RunError
 
 HIDDEN = 32
@@ -35,7 +35,8 @@ def samples_of(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray[Any, np
 
 def features(target: Target, taps: Taps, samples: list[Any], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
     out = np.full((sum(map(len, samples)), len(taps.ids) * HIDDEN), 77, dtype=dtype)
-    return features_of(target, taps, samples, out)
+    assert features_of(target, taps, samples, out) == 0
+    return out
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -99,8 +100,8 @@ def test_wrong_taps_are_refused(target: Target, ids: list[int]) -> None:
 
 
 def test_layer_that_runs_twice_or_never_is_named(target: Target) -> None:
-    rows, out = torch.arange(3), torch.empty(3, HIDDEN)
-    with Taps(target.layers, [2]) as taps:
+    rows, out = torch.arange(3), torch.empty(3, 2 * HIDDEN)
+    with Taps(target.layers, [2, 3]) as taps:
         with pytest.raises(RunError, match=r"tap 2: .* captured 0 times"), taps.capture(rows, out):
             pass
         twice = torch.nn.Sequential(target.layers[2], target.layers[2])
@@ -138,3 +139,47 @@ def test_hooks_are_gone_after_close_and_nothing_is_kept(target: Target) -> None:
         assert tensors() == before
         assert not torch.from_numpy(got).requires_grad
     assert not any(layer._forward_hooks for layer in target.layers)
+
+
+def test_the_pass_ends_at_the_last_tap(target: Target) -> None:
+    ran: list[int] = []
+    handles = [
+        layer.register_forward_pre_hook(lambda module, inputs, place=place: ran.append(place))
+        for place, layer in enumerate(target.layers)
+    ]
+    with Taps(target.layers, [0, 2]) as taps:
+        features(target, taps, samples_of([5, 3]))
+    assert sorted(set(ran)) == [0, 1, 2]
+    for handle in handles:
+        handle.remove()
+
+
+def test_batches_hold_similar_lengths_and_every_sample_once() -> None:
+    lengths = [50, 800, 60, 700, 790, 55, 1]
+    groups = batches(lengths)
+    assert sorted(place for group in groups for place in group) == list(range(len(lengths)))
+    for group in groups:
+        assert min(lengths[place] for place in group) >= 0.85 * lengths[group[0]]
+    assert groups[0] == [1, 4, 3]
+
+
+def test_a_batch_that_does_not_fit_is_halved_down_to_one_sample(target: Target, monkeypatch: Any) -> None:
+    samples = samples_of([8, 8, 8, 8, 8])
+    with Taps(target.layers, [1]) as taps:
+        whole = features(target, taps, samples)
+        largest, sizes = [1], []
+
+        def short_of_memory(target: Target, ids: torch.Tensor, mask: torch.Tensor) -> None:
+            if len(ids) > largest[0]:
+                raise torch.OutOfMemoryError
+            sizes.append(len(ids))
+            run_text(target, ids, mask)
+
+        monkeypatch.setattr("producer.forward.run_text", short_of_memory)
+        out = np.zeros_like(whole)
+        assert features_of(target, taps, samples, out) == 4
+        np.testing.assert_allclose(out, whole, rtol=0, atol=1e-5)
+        assert sizes == [1] * 5
+        largest[0] = 0
+        with pytest.raises(torch.OutOfMemoryError):
+            features_of(target, taps, samples, out)

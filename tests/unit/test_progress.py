@@ -1,0 +1,52 @@
+"""The progress line: everything that is known, and nothing that is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launch.progress import progress_line
+
+RING = {"free": 1, "reserved": 0, "leased": 2, "ready": 3, "delivered": 1, "spilling": 0, "lost": 0}
+STATE: dict[str, Any] = {
+    "step": 12,
+    "steps": 340,
+    "loss": 2.34567,
+    "accuracy": [0.512, 0.3, 0.2, 0.1, 0.05],
+    "acceptance": 2.345,
+    "producer_tokens_per_s": 1234.56,
+    "consumer_tokens_per_s": 987.6,
+    "producer_wait_share": 0.251,
+    "consumer_wait_share": 0.034,
+    "ring": RING,
+    "ring_slots": 7,
+    "quarantined": 0,
+    "restarts": 0,
+    "eta_s": 185.0,
+}
+
+
+def test_a_running_state() -> None:
+    assert progress_line(STATE) == (
+        "step 12/340 | loss 2.346 | accuracy 0.51 0.30 0.20 0.10 | acceptance 2.35 | produced 1235 tok/s | "
+        "trained 988 tok/s | ring 4 ready + 2 filling of 7 | waits: producer 25% consumer 3% | left 3 min 05 s"
+    )
+
+
+def test_before_the_first_step() -> None:
+    early = STATE | {"step": 0, "loss": None, "accuracy": [], "acceptance": None, "eta_s": None}
+    line = progress_line(early)
+    assert line.startswith("step 0/340 | produced 1235 tok/s")
+    assert line.endswith("left: not known yet")
+    assert "loss" not in line
+    assert "acceptance" not in line
+
+
+def test_trouble_is_said_only_when_there_is_some() -> None:
+    line = progress_line(STATE | {"restarts": 2, "quarantined": 5})
+    assert "| restarts 2 | quarantined 5 | left" in line
+    assert "quarantined" not in progress_line(STATE)
+    assert "restarts" not in progress_line(STATE)
+
+
+def test_it_is_one_line_whatever_the_numbers() -> None:
+    assert "\n" not in progress_line(STATE | {"loss": float("nan"), "eta_s": 0.0})
