@@ -8,7 +8,7 @@
     checkpoints/latest, best  links
 
 Everything is written under a hidden name, synced, then renamed in one step. An older checkpoint is removed only after
-a newer one is complete.
+a newer one is complete; one of the same step steps aside under a hidden name until then.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     """Writes `folder`/step-N and points `latest` at it. Raises OSError, leaving every earlier one, when it cannot."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{snapshot.cursor.next_step:06d}"
-    part = folder / f".{final.name}.part"
+    part, aside = folder / f".{final.name}.part", folder / f".{final.name}.old"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     try:
@@ -64,13 +64,19 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         for path in (*part.iterdir(), part):
             _sync(path)
         if final.exists():
-            shutil.rmtree(final)
+            shutil.rmtree(aside, ignore_errors=True)
+            final.rename(aside)
         part.rename(final)
         _sync(folder)
     except (OSError, SafetensorError) as error:
+        if aside.exists() and not final.exists():
+            aside.rename(final)
         shutil.rmtree(part, ignore_errors=True)
         raise OSError(str(error)) from error
     point(folder, "latest", final)
+    # This one's predecessor, and whatever a kill left half done at another step.
+    for left in folder.glob(".step-*"):
+        shutil.rmtree(left, ignore_errors=True)
     return final
 
 

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from consumer.shape import DrafterShape
 from consumer.zlab import shape_from_config_json
 from protocol.cursor import Cursor, decode_cursor
 
+FILES = frozenset({"drafter.safetensors", "state.safetensors", "config.json", "cursor.json"})
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _CHUNK_BYTES = 16 << 20
 
@@ -44,12 +46,18 @@ def point(folder: Path, name: str, target: Path) -> None:
     link.rename(folder / name)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints and the best one."""
-    best = (folder / "best").resolve()
-    for old in checkpoints(folder)[:-keep]:
-        if old.resolve() != best:
-            shutil.rmtree(old)
+def prune(folder: Path, keep: int, known_good: Collection[Path] = ()) -> None:
+    """Removes what lies behind the newest `keep` undamaged checkpoints, but never `best` or `latest`.
+
+    Those in `known_good` are not read again: a checkpoint may be tens of gigabytes.
+    """
+    linked = {(folder / name).resolve() for name in ("best", "latest")}
+    good = 0
+    for checkpoint in reversed(checkpoints(folder)):
+        if good < keep:
+            good += checkpoint in known_good or problem_of(checkpoint) is None
+        elif checkpoint.resolve() not in linked:
+            shutil.rmtree(checkpoint)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -61,7 +69,10 @@ def checkpoints(folder: Path) -> list[Path]:
 def problem_of(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None when each has its recorded size and crc32."""
     try:
-        for name, facts in read_manifest(checkpoint).files.items():
+        files = read_manifest(checkpoint).files
+        if missing := FILES - files.keys():
+            return f"manifest.json does not list {', '.join(sorted(missing))}"
+        for name, facts in files.items():
             path = checkpoint / name
             if path.stat().st_size != facts.bytes:
                 return f"{name} has {path.stat().st_size} bytes, not {facts.bytes}"

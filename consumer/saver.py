@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from consumer.checkpoint import Snapshot, write_checkpoint
@@ -18,29 +18,34 @@ class Saver:
         self.last_error: str | None = None
         self._folder, self._keep = folder, keep
         self._durable, self._failed = durable, failed
-        self._thread: threading.Thread | None = None
+        self._written: set[Path] = set()
+        self._writer = ThreadPoolExecutor(1, "saver")
+        self._writing: Future[None] | None = None
 
     def submit(self, snapshot: Snapshot, best: bool) -> None:
         """Starts writing; waits first for the one before, so that at most one snapshot is held in memory."""
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(snapshot, best), name="saver")
-        self._thread.start()
+        self._writing = self._writer.submit(self._write, snapshot, best)
 
     def wait(self) -> None:
-        """Returns when nothing is being written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Returns when nothing is being written. Raises what ended the writing, unless it was an OSError: a disk may
+        have room again the next time, a defect stays."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def _write(self, snapshot: Snapshot, best: bool) -> None:
         try:
             written = write_checkpoint(self._folder, snapshot)
+            self._written.add(written)
             if best:
                 point(self._folder, "best", written)
-            prune(self._folder, self._keep)
-        except OSError as error:
+            prune(self._folder, self._keep, self._written)
+        except Exception as error:
             self.last_error = f"checkpoint at step {snapshot.cursor.next_step}: {error}"
             self._failed(self.last_error)
+            if not isinstance(error, OSError):
+                raise
         else:
             self.last_error = None
             self._durable(snapshot.cursor.next_step)

@@ -38,15 +38,17 @@ def evaluate(name: str) -> tuple[dict[str, Any], list[str]]:
     from consumer.acceptance import load_eval_rows, measure
     from consumer.checkpoint import read_weights
     from consumer.drafter import Drafter, load
+    from consumer.export import check_pairing
     from consumer.target_ends import read_target_ends
     from consumer.walk import acceptance_row
 
     run_dir, checkpoint = find_checkpoint(name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights, shape = read_weights(checkpoint)
+    ends = read_target_ends(run_dir / "target_io.safetensors", device)
+    check_pairing(shape, ends.config)
     drafter = Drafter(shape, next(iter(weights.values())).dtype).to(device)
     load(drafter, weights)
-    ends = read_target_ends(run_dir / "target_io.safetensors", device)
     rows = load_eval_rows(run_dir / "eval.safetensors")
     limit = read_section(run_dir, "eval", EvalConfig).max_new_tokens
     found = measure(drafter, ends.embedding, ends.head, rows, max_new_tokens=limit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from launch.metrics import to_json
 from protocol.errors import DraftwireError, RequestError
 from protocol.version import DRAFTWIRE_VERSION
 
@@ -136,7 +136,7 @@ def doctor(
 
 def _answer(report: dict[str, Any], lines: list[str], as_json: bool) -> None:
     if as_json:
-        say(json.dumps(report))
+        say(to_json(report))
         return
     for line in lines:
         say(line)

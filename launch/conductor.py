@@ -42,6 +42,11 @@ from protocol.messages import Lease as LeaseMessage
 from protocol.plan import Plan
 
 LAUNCHER = "launcher"
+SENT_BY: dict[str, tuple[type[Message], ...]] = {
+    "producer": (Want, Ready, Nack),
+    "consumer": (Credit, Verified, Release, Bad, Report, Checkpointed),
+    LAUNCHER: (Gone, Order),
+}
 
 
 class Samples(Protocol):
@@ -69,6 +74,7 @@ class Conductor:
         quarantined = {int(sample): reason for sample, reason in job.quarantined.items()}
         self.ledger = Ledger(plan, job.slots, ranks, next_step=job.start_step, quarantined=quarantined)
         self.gate = VerifiedGate(ranks, plan.total_steps, plan.micro_steps, job.start_step)
+        self._roles = {LAUNCHER: LAUNCHER}
         self._ranks: dict[str, int] = {}
         self._credit: Counter[int] = Counter()
         self._wants: list[tuple[str, str]] = []
@@ -80,13 +86,17 @@ class Conductor:
 
     def joined(self, hello: Hello) -> None:
         """A peer was admitted. A consumer learns at once what is quarantined."""
+        self._roles[hello.name] = hello.role
         if hello.role == "consumer":
             self._ranks[hello.name] = hello.rank
             self._credit[hello.rank] = 0
             self._tell_quarantine([hello.name])
 
-    def handle(self, name: str, message: AnyMessage) -> None:
-        """One message of an admitted peer."""
+    def handle(self, name: str, message: AnyMessage) -> bool:
+        """One message of an admitted peer. False when its role has no such message to send: nothing came of it."""
+        if not isinstance(message, SENT_BY.get(self._roles.get(name, ""), ())):
+            self.rows.append(("event", {"what": "ignored", "text": f"{type(message).__name__} from {name}"}))
+            return False
         match message:
             case Want(kind=kind):
                 self._wants.append((name, kind))
@@ -115,9 +125,8 @@ class Conductor:
                 self._gone(gone)
             case Order(order=order):
                 self._order(order)
-            case _:
-                self.rows.append(("event", {"what": "ignored", "text": f"{type(message).__name__} from {name}"}))
         self._pump()
+        return True
 
     # --- inside ---
 

@@ -7,8 +7,10 @@ Every error names the file, the line where there is one, and the key, and says w
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
-from collections.abc import Iterable
+import typing
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ import msgspec
 from consumer.config import DrafterConfig, EvalConfig, TrainConfig
 from consumer.config import check as check_consumer
 from launch.placement import GpusConfig
+from launch.toml_lines import Place, place_of, toml_lines
 from producer.config import EMBEDDED, DataConfig, TargetConfig
 from producer.config import check as check_producer
 from protocol.errors import RequestError
 from protocol.ring import RingConfig
+
+_KEY = re.compile(r"(?:unknown key '|\[)?([\w.\[\]-]+)")
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +51,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     """Reads, overrides and checks a TOML config. Raises RequestError on anything that is not understood.
 
-    Relative data paths and a relative target folder are taken from the config file's own folder.
+    Relative paths of data and of a drafter to start from are taken from the config file's own folder, as is
+    target.model when it is a folder there.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -55,18 +61,22 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
         raise RequestError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise RequestError(f"{path}: {error}") from None
+    lines = toml_lines(text)
     for override in overrides:
-        _override(data, override)
-    _refuse_unknown_keys(Config, data, path, text)
+        replaced = _override(data, override)
+        # What an override says stands on no line.
+        lines = {place: line for place, line in lines.items() if place[: len(replaced)] != replaced} | {replaced: 0}
     try:
+        _refuse_unknown_keys(Config, data, "")
         config = msgspec.convert(data, Config)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"{path}: {_where(str(error), text)}") from None
-    try:
         check_producer(config.target, config.data)
         check_consumer(config.drafter, config.train, config.eval)
     except RequestError as error:
-        raise RequestError(f"{path}: {error}") from None
+        raise RequestError(f"{path}{_line(lines, str(error))}: {error}") from None
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$.")
+        said = f"{place.strip('`')}: {reason}" if place else reason
+        raise RequestError(f"{path}{_line(lines, said)}: {said}") from None
     return _anchored(config, path)
 
 
@@ -79,7 +89,8 @@ def read_resolved(run_dir: Path) -> Config:
         raise RequestError(f"{path}: not a run's configuration ({error})") from None
 
 
-def _override(data: dict[str, Any], override: str) -> None:
+def _override(data: dict[str, Any], override: str) -> Place:
+    """Sets one key in `data`; returns its place."""
     key, found, value = override.partition("=")
     parts = key.strip().split(".")
     if not found or not all(parts):
@@ -92,37 +103,38 @@ def _override(data: dict[str, Any], override: str) -> None:
         data[parts[-1]] = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         data[parts[-1]] = value.strip()  # a bare word: --set run.name=first
+    return tuple(parts)
 
 
-def _refuse_unknown_keys(kind: type[msgspec.Struct], data: dict[str, Any], path: Path, text: str) -> None:
-    sections = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    for section, content in data.items():
-        known: Iterable[str] = sections
-        unknown, dotted = section, section
-        if section in sections:
-            if not isinstance(content, dict):
-                raise RequestError(f"{path}: [{section}] is a section, not a value")
-            known = [field.name for field in msgspec.structs.fields(sections[section])]
-            unknown = next((key for key in content if key not in known), "")
-            dotted = f"{section}.{unknown}"
-        if not unknown or (section in sections and unknown in known):
-            continue
-        close = difflib.get_close_matches(unknown, list(known), n=1, cutoff=0.5)
-        near = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(sorted(known))}"
-        raise RequestError(f"{path}{_line(text, unknown)}: unknown key {dotted!r}; {near}")
+def _refuse_unknown_keys(kind: type[msgspec.Struct], data: dict[str, Any], dotted: str) -> None:
+    """RequestError, its key first, for what `kind`, its sections and their lists of tables do not have."""
+    known = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in data.items():
+        here = f"{dotted}.{key}" if dotted else key
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            near = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(sorted(known))}"
+            raise RequestError(f"unknown key {here!r}; {near}")
+        if _is_section(known[key]):
+            if not isinstance(value, dict):
+                raise RequestError(f"[{key}] is a section, not a value")
+            _refuse_unknown_keys(known[key], value, here)
+        for entry_kind in filter(_is_section, typing.get_args(known[key])):
+            for index, entry in enumerate(value if isinstance(value, list) else ()):
+                if isinstance(entry, dict):
+                    _refuse_unknown_keys(entry_kind, entry, f"{here}[{index}]")
 
 
-def _where(error: str, text: str) -> str:
-    """msgspec's "... - at `$.train.lr`" as "train.lr: ...", with the line when the key stands in the file."""
-    reason, _, place = error.partition(" - at `$")
-    dotted = place.strip("`.")
-    return f"{_line(text, dotted.rpartition('.')[2])[1:]}: {dotted}: {reason}".lstrip(": ") if dotted else reason
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
-def _line(text: str, key: str) -> str:
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.split("=")[0].strip() in (key, f"[{key}]"):
-            return f":{number}"
+def _line(lines: Mapping[Place, int], said: str) -> str:
+    """ ":6" when the key that `said` begins with, or what it lies in, stands on line 6 of the file."""
+    place = place_of(match[1]) if (match := _KEY.match(said)) else ()
+    for depth in range(len(place), 0, -1):
+        if place[:depth] in lines:
+            return f":{lines[place[:depth]]}" if lines[place[:depth]] else ""
     return ""
 
 
@@ -131,19 +143,18 @@ def _anchored(config: Config, path: Path) -> Config:
     folder = path.resolve().parent
 
     def anchor(name: str) -> str:
-        if name == EMBEDDED:
-            return name
-        inside = folder / Path(name).expanduser()
-        return str(inside) if inside.exists() else name
+        return str(folder / Path(name).expanduser())
 
     replace = msgspec.structs.replace
     train = [replace(source, path=anchor(source.path)) for source in config.data.train]
     held_out = [replace(source, path=anchor(source.path)) for source in config.data.eval]
-    drafter = config.drafter
+    model, drafter = config.target.model, config.drafter
+    if model != EMBEDDED and Path(anchor(model)).is_dir():  # else it is a hub id, or a path that is not there
+        model = anchor(model)
     return replace(
         config,
         run=replace(config.run, name=config.run.name or path.stem),
-        target=replace(config.target, model=anchor(config.target.model)),
+        target=replace(config.target, model=model),
         data=replace(config.data, train=train, eval=held_out),
         drafter=replace(drafter, init_from=drafter.init_from and anchor(drafter.init_from)),
     )

@@ -98,10 +98,10 @@ class Coordinator:
         return None
 
     def _dispatch(self, name: str, message: AnyMessage) -> None:
-        if isinstance(message, Gone):
-            self._names.pop(self._identities.pop(message.name, b""), None)
-        self.tally.note(message, time.monotonic())
-        self.conductor.handle(name, message)
+        if self.conductor.handle(name, message):
+            self.tally.note(message, time.monotonic())
+            if isinstance(message, Gone):
+                self._names.pop(self._identities.pop(message.name, b""), None)
 
     def _flush(self) -> None:
         for kind, row in self.conductor.rows:

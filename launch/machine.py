@@ -18,32 +18,59 @@ class Gpu(msgspec.Struct, frozen=True):
     free_bytes: int
 
 
+# The files of a memory cgroup, version 2 and 1: its limit, its use, and what of that is page cache (in memory.stat;
+# version 1 has other keys for sums over its children).
+_LIMIT_FILES = (
+    ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+)
+
+
 def free_memory_bytes() -> int:
-    """Memory that this process may still use: the host's available bytes, or what its cgroup leaves if that is less."""
+    """Memory that this process may still use: the host's available bytes, or what its cgroup leaves if that is less.
+
+    Page cache counts as free in both, since the kernel gives it back when asked.
+    """
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(meminfo["MemAvailable"].split()[0]) * 1024
-    for folder in _cgroup_folders():
+    left = [int(meminfo["MemAvailable"].split()[0]) * 1024]
+    return min(left + [left_bytes for folder in _cgroup_folders() for left_bytes in _left_bytes(folder)])
+
+
+def _left_bytes(folder: Path) -> list[int]:
+    """What the limits of one cgroup leave; empty without any."""
+    left = []
+    for limit_name, used_name, cache_keys in _LIMIT_FILES:
         try:
-            limit, used = (folder / "memory.max").read_text().strip(), (folder / "memory.current").read_text()
+            limit, used = (folder / limit_name).read_text().strip(), int((folder / used_name).read_text())
         except OSError:
             continue
         if limit != "max":
-            free = min(free, max(int(limit) - int(used), 0))
-    return free
+            left.append(max(int(limit) - used + _page_cache_bytes(folder, cache_keys), 0))
+    return left
+
+
+def _page_cache_bytes(folder: Path, keys: tuple[str, ...]) -> int:
+    try:
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        return 0
+    return sum(int(stat.get(key, 0)) for key in keys)
 
 
 def _cgroup_folders() -> list[Path]:
-    """This process's cgroup (version 2) and all above it: the tightest limit counts."""
-    root = Path("/sys/fs/cgroup")
+    """This process's memory cgroups (version 2 and 1) and all above them: the tightest limit counts."""
+    mount = Path("/sys/fs/cgroup")
     try:
-        entries = Path("/proc/self/cgroup").read_text().splitlines()
+        entries = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
         return []
-    own = next((entry.split("::", 1)[1] for entry in entries if entry.startswith("0::")), None)
-    if own is None:
-        return []
-    folder = root / own.lstrip("/")
-    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
+    folders: list[Path] = []
+    for _, controllers, own in entries:
+        if controllers == "" or "memory" in controllers.split(","):
+            root = mount / "memory" if controllers else mount
+            folder = root / own.lstrip("/")
+            folders += [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
+    return folders
 
 
 def processors() -> int:
@@ -52,21 +79,33 @@ def processors() -> int:
 
 
 def visible_gpus() -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; empty without a driver."""
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; empty without a driver.
+
+    A GPU without memory of its own, for which nvidia-smi says [N/A], has what is free of the host's.
+    """
     program = shutil.which("nvidia-smi")
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if program is None or chosen == "":
+    if program is None:
         return []
     query = [program, "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
     answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
     if answer.returncode != 0:
         return []
-    gpus: dict[str, Gpu] = {}
-    by_uuid: dict[str, Gpu] = {}
+    gpus: dict[tuple[str, str], Gpu] = {}
     for line in answer.stdout.strip().splitlines():
-        index, uuid, name, total_mib, free_mib = (part.strip() for part in line.split(","))
-        gpus[index] = by_uuid[uuid] = Gpu(name, int(total_mib) << 20, int(free_mib) << 20)
-    if chosen is None:
-        return list(gpus.values())
-    wanted = [part.strip() for part in chosen.split(",") if part.strip()]
-    return [gpu for part in wanted if (gpu := gpus.get(part) or by_uuid.get(part)) is not None]
+        index, uuid, name, *memory = (part.strip() for part in line.split(","))
+        total_bytes, free_bytes = (int(mib) << 20 if mib.isdecimal() else free_memory_bytes() for mib in memory)
+        gpus[index, uuid] = Gpu(name, total_bytes, free_bytes)
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return list(gpus.values()) if chosen is None else _chosen(gpus, chosen)
+
+
+def _chosen(gpus: dict[tuple[str, str], Gpu], chosen: str) -> list[Gpu]:
+    """As CUDA reads its list: indices or unique beginnings of UUIDs, up to the first entry that names no GPU; a list
+    that names one twice is worth nothing."""
+    names: list[tuple[str, str]] = []
+    for entry in map(str.strip, chosen.split(",")):
+        found = [name for name in gpus if name[0] == entry or (entry.startswith("GPU-") and name[1].startswith(entry))]
+        if len(found) != 1:
+            break
+        names += found
+    return [gpus[name] for name in names] if len(set(names)) == len(names) else []

@@ -15,6 +15,7 @@ comes again, so those rows are superseded.
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,20 @@ from typing import Any
 Row = dict[str, Any]
 
 
+def to_json(answer: Any) -> str:
+    """One line of JSON. NaN and infinity, which JSON does not have, become null."""
+    return json.dumps(json.loads(json.dumps(answer), parse_constant=lambda _: None))
+
+
 def append_row(path: Path, kind: str, row: Row) -> None:
-    """Appends one row; the line is written in one call, so that a reader never sees half of one."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"kind": kind, "time": round(time.time(), 3)} | row) + "\n")
+    """Appends one row, on a line of its own behind a torn one; it is written in one call, so that a reader never sees
+    half of it."""
+    line = to_json({"kind": kind, "time": round(time.time(), 3)} | row).encode() + b"\n"
+    with path.open("ab+", buffering=0) as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        file.write(line)
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -59,6 +59,11 @@ def place(config: GpusConfig, gpus: int) -> Placement:
 
 
 def _named(config: GpusConfig, gpus: int) -> Placement:
+    if config.split != "auto":
+        raise RequestError(
+            f"gpus.split = {config.split!r} and the lists gpus.producers and gpus.consumers both place the processes: "
+            "remove one of them"
+        )
     producers, consumers = config.producers or [], config.consumers or []
     if not producers or not consumers:
         raise RequestError("gpus: name devices for both gpus.producers and gpus.consumers, or use gpus.split")

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import struct
 from pathlib import Path
 
 from protocol.errors import RequestError
 
 LOCK_NAME = ".lock"
+# struct flock: type, whence, start, length (0: all of the file), pid (0 for locks of an open file description).
+_FLOCK = "hhqqi0q"
 
 
 def find_run(name: str, runs: Path = Path("runs")) -> Path:
@@ -36,7 +39,7 @@ class RunLock:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
         except BlockingIOError:
             os.close(self._fd)
             raise RequestError(f"{run_dir}: this run is alive; stop it first, or choose another run.name") from None
@@ -46,15 +49,13 @@ class RunLock:
 
 
 def is_alive(run_dir: Path) -> bool:
-    """Whether a launcher holds this run's lock."""
+    """Whether a launcher holds this run's lock. Only asks: taking it, however briefly, could make a start fail."""
     try:
         fd = os.open(run_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
     finally:
         os.close(fd)
-    return False
+    return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)

@@ -35,6 +35,7 @@ class Child:
         self.name, self.log_path = name, log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         output = None if echo else log_path.open("ab")
+        self._log_start_bytes = output.tell() if output else 0
         # -P keeps the working folder off the module path: a file named launch.py there must not be run.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments],
@@ -73,20 +74,23 @@ class Child:
     def obituary(self) -> str:
         """One line: which process, why, and where its log is."""
         code = self.exit_code()
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code is not None and code < 0
-            else f"ended with code {code}"
-        )
+        how = f"was killed by {_signal_name(-code)}" if code is not None and code < 0 else f"ended with code {code}"
         return f"{self.name} {how}: {self.last_error() or 'no error line'} (log: {self.log_path})"
 
     def last_error(self) -> str:
-        """The child's own last word: its "error: ..." line, or the last line of its log."""
+        """The child's own last word: its "error: ..." line, or the last line that it logged."""
         try:
             with self.log_path.open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+                log.seek(max(self._log_start_bytes, log.seek(0, os.SEEK_END) - TAIL_BYTES))
                 lines = log.read().decode(errors="replace").splitlines()
         except OSError:
             return ""
         said = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
         return said[-1] if said else next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of the real-time signals only the first and the last have a name
+        return f"signal {number}"

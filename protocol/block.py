@@ -78,8 +78,8 @@ def table_bytes(table: Table) -> int:
 def views(payload: memoryview, table: Table) -> dict[str, NDArray[np.generic]]:
     """Numpy views `{name: array}` over a slot's payload, without a copy.
 
-    Raises ProtocolError when the table names an unknown dtype or reaches past the payload, which is what a broken or
-    hostile peer would send.
+    Raises ProtocolError when the table names an unknown dtype, reaches past the payload or has a shape that numpy
+    cannot hold, which is what a broken or hostile peer would send.
     """
     arrays: dict[str, NDArray[np.generic]] = {}
     for spec in table:
@@ -89,7 +89,10 @@ def views(payload: memoryview, table: Table) -> dict[str, NDArray[np.generic]]:
         if spec.offset < 0 or any(size < 0 for size in spec.shape) or spec.offset + spec.nbytes > len(payload):
             raise ProtocolError(f"tensor {spec.name} of {spec.nbytes} bytes at {spec.offset} leaves the slot")
         flat = np.frombuffer(payload, carrier, math.prod(spec.shape), spec.offset)
-        arrays[spec.name] = flat.reshape(spec.shape)
+        try:
+            arrays[spec.name] = flat.reshape(spec.shape)
+        except (ValueError, OverflowError) as error:
+            raise ProtocolError(f"tensor {spec.name}: {error}") from None
     return arrays
 
 

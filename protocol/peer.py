@@ -38,6 +38,8 @@ class Peer:
         self._silence_s = silence_s
         self._outbox: queue.Queue[Message] = queue.Queue(QUEUE_MESSAGES)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
+        self._closed = False  # by its owner; `_closing` is also set by STOP
         self._closing = threading.Event()
         self._joined: queue.Queue[Welcome | Reject | ProtocolError] = queue.Queue(1)
         self._thread = threading.Thread(target=self._run, args=(address, hello), name="peer", daemon=True)
@@ -45,19 +47,32 @@ class Peer:
         self.welcome = self._await_welcome()
 
     def send(self, message: Message) -> None:
-        """Queues a message; blocks when QUEUE_MESSAGES are waiting, raises RunError when that lasts for a minute."""
+        """Queues a message; blocks when QUEUE_MESSAGES are waiting, raises RunError when that lasts for a minute, and
+        after `close`."""
+        self._refuse_when_closed()
         try:
             self._outbox.put(message, timeout=self._silence_s)
         except queue.Full:
             raise RunError("the coordinator takes no more messages") from None
-        os.eventfd_write(self._wake_fd, 1)
+        with self._wake_lock:
+            self._refuse_when_closed()
+            os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Sends what is queued, then ends the thread and closes the socket."""
-        self._closing.set()
-        os.eventfd_write(self._wake_fd, 1)
+        """Sends what is queued, then ends the thread and closes the socket. A second call does nothing."""
+        with self._wake_lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._closing.set()
+            os.eventfd_write(self._wake_fd, 1)
         self._thread.join(timeout=10)
-        os.close(self._wake_fd)
+        if not self._thread.is_alive():  # else it still polls the descriptor
+            os.close(self._wake_fd)
+
+    def _refuse_when_closed(self) -> None:
+        if self._closed:
+            raise RunError("this peer is closed")
 
     def _await_welcome(self) -> Welcome:
         try:

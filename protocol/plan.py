@@ -41,13 +41,6 @@ class PlanParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_steps: int | None = None
 
 
-class MaxBlock(Struct, frozen=True):
-    """Upper bounds on any block of a plan, for sizing a slot."""
-
-    tokens: int
-    samples: int
-
-
 class Plan:
     """All steps and blocks of a run, computed when asked for.
 
@@ -85,13 +78,6 @@ class Plan:
         while len(self._ends) < self.params.epochs and (limit is None or self._first_step[-1] < limit):
             self._cut_epoch()
         return self._first_step[-1] if limit is None else min(limit, self._first_step[-1])
-
-    @property
-    def max_block(self) -> MaxBlock:
-        """No block has more tokens or samples than this: as many of the shortest samples as the tokens allow."""
-        tokens = min(self.params.microbatch_tokens, max(self.params.batch_tokens, int(self._lengths.max())))
-        samples = int(np.searchsorted(np.cumsum(np.sort(self._lengths)), tokens, side="right"))
-        return MaxBlock(tokens=min(tokens, int(self._lengths.sum())), samples=samples)
 
     def locate(self, step: int) -> tuple[int, int]:
         """`(epoch, step in epoch)` of a step. Raises IndexError for a step that the plan does not have."""

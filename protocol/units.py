@@ -1,4 +1,4 @@
-"""Sizes and times with units: "64GiB", "30min", "500 steps"."""
+"""Sizes with units, "64GiB", and both sizes and times for people."""
 
 from __future__ import annotations
 
@@ -8,28 +8,18 @@ from protocol.errors import RequestError
 
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
-
-
-def _quantity(value: int | float | str, key: str, units: dict[str, float], bare: str) -> float:
-    if isinstance(value, int | float):
-        return float(value)
-    match = _QUANTITY.fullmatch(value)
-    factor = units.get(match[2].lower() or bare) if match else None
-    if match is None or factor is None:
-        raise RequestError(f"{key}: cannot read {value!r}; write a number with one of {', '.join(units)}")
-    return float(match[1]) * factor
 
 
 def parse_bytes(value: int | str, key: str) -> int:
     """Bytes of "64GiB", "1.5GB" or a bare number of bytes; RequestError names `key`."""
-    return int(_quantity(value, key, {name: float(size) for name, size in _BYTES.items()}, "b"))
-
-
-def parse_seconds(value: int | float | str, key: str) -> float:
-    """Seconds of "30min", "2h" or a bare number of seconds; RequestError names `key`."""
-    return _quantity(value, key, _SECONDS, "s")
+    if isinstance(value, int):
+        return value
+    match = _QUANTITY.fullmatch(value)
+    factor = _BYTES.get(match[2].lower() or "b") if match else None
+    if match is None or factor is None:
+        raise RequestError(f"{key}: cannot read {value!r}; write a number with one of {', '.join(_BYTES)}")
+    return int(float(match[1]) * factor)
 
 
 def show_bytes(count: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -24,7 +25,7 @@ from protocol import peer as peer_module
 from protocol import sockets
 from protocol.codec import Envelope, decode, encode
 from protocol.dataset import write_dataset
-from protocol.errors import ProtocolError
+from protocol.errors import ProtocolError, RunError
 from protocol.job import TOKEN_VARIABLE, Job, write_job
 from protocol.peer import Peer, hello
 from protocol.plan import PlanParams
@@ -152,6 +153,24 @@ def test_closing_gives_every_descriptor_back(open_fds: Callable[[], int]) -> Non
         while open_fds() > before and time.monotonic() < deadline:
             time.sleep(0.01)
         assert open_fds() == before
+
+
+def test_a_closed_peer_takes_no_message_and_touches_no_descriptor(tmp_path: Path) -> None:
+    with routing(WELCOME) as router:
+        peer = Peer(router.address, "r", greeting())
+        peer.close()
+        number = peer._wake_fd
+        taken = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)  # may well get the number that became free
+        os.dup2(taken, number)
+        try:
+            with pytest.raises(RunError, match="closed"):
+                peer.send(m.Want(kind="model"))
+            peer.close()  # again is no error
+            assert os.fstat(number).st_size == 0
+        finally:
+            for fd in {taken, number}:
+                os.close(fd)
+    assert router.heard == []
 
 
 def test_an_address_is_bound_once_and_free_again_when_its_owner_is_gone() -> None:

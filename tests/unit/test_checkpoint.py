@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from consumer import checkpoint as checkpoint_module
+from consumer import checkpoints as checkpoints_module
 from consumer.checkpoint import Snapshot, read_state, read_weights, write_checkpoint
 from consumer.checkpoints import checkpoints, newest_good, point, problem_of, prune, read_cursor
 from consumer.state import capture_state, capture_weights, restore_state
@@ -142,6 +145,17 @@ def test_a_checkpoint_without_a_readable_manifest_is_passed_over(tmp_path: Path,
     assert newest_good(tmp_path)[0] == earlier
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_a_manifest_that_leaves_a_file_out_vouches_for_nothing(
+    tmp_path: Path, make_snapshot: MakeSnapshot, name: str
+) -> None:
+    written = write_checkpoint(tmp_path, make_snapshot(10))
+    manifest = json.loads((written / "manifest.json").read_text())
+    del manifest["files"][name]
+    (written / "manifest.json").write_text(json.dumps(manifest))
+    assert problem_of(written) == f"manifest.json does not list {name}"
+
+
 def test_any_flipped_byte_of_the_manifest_is_survived(tmp_path: Path, make_snapshot: MakeSnapshot) -> None:
     written = write_checkpoint(tmp_path, make_snapshot(10))
     whole = (written / "manifest.json").read_bytes()
@@ -221,7 +235,63 @@ def test_the_same_step_written_again_replaces_the_first(tmp_path: Path, make_sna
     write_checkpoint(tmp_path, make_snapshot(10, seed=1))
     written = write_checkpoint(tmp_path, make_snapshot(10, seed=2))
     assert float(read_state(written)["exp_avg.fc.weight"][0]) == 2.0
-    assert checkpoints(tmp_path) == [written]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000010"]
+
+
+def whole(folder: Path) -> list[Path]:
+    """Good checkpoints of step 10, under its own or a hidden name."""
+    return [path for path in folder.glob("*step-000010*") if problem_of(path) is None]
+
+
+def test_the_same_step_is_on_the_disk_at_every_moment(
+    tmp_path: Path, make_snapshot: MakeSnapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, make_snapshot(10, seed=1))
+    renamed: list[str] = []
+    rename, remove = Path.rename, shutil.rmtree
+
+    def watched_rename(path: Path, target: Path) -> Path:
+        assert whole(tmp_path)
+        moved = rename(path, target)
+        assert whole(tmp_path)
+        renamed.append(target.name)
+        return moved
+
+    def watched_remove(path: Path, ignore_errors: bool = False) -> None:
+        remove(path, ignore_errors)
+        assert whole(tmp_path)
+
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    monkeypatch.setattr(shutil, "rmtree", watched_remove)
+    write_checkpoint(tmp_path, make_snapshot(10, seed=2))
+    assert renamed == [".step-000010.old", "step-000010", "latest"]
+
+
+def test_the_first_comes_back_when_the_second_cannot_take_its_place(
+    tmp_path: Path, make_snapshot: MakeSnapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = write_checkpoint(tmp_path, make_snapshot(10, seed=1))
+    rename = Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        if path.suffix == ".part":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_checkpoint(tmp_path, make_snapshot(10, seed=2))
+    assert newest_good(tmp_path) == (written, [])
+    assert float(read_state(written)["exp_avg.fc.weight"][0]) == 1.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000010"]
+
+
+def test_what_a_kill_left_aside_is_removed_by_the_next_one(tmp_path: Path, make_snapshot: MakeSnapshot) -> None:
+    aside = tmp_path / ".step-000010.old"
+    write_checkpoint(tmp_path, make_snapshot(10)).rename(aside)
+    write_checkpoint(tmp_path, make_snapshot(20))
+    assert not aside.exists()
+    assert steps(tmp_path) == [20]
 
 
 # --- pruning ---------------------------------------------------------------------------------------------------------
@@ -231,9 +301,9 @@ def steps(folder: Path) -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in checkpoints(folder)]
 
 
-def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, make_snapshot: MakeSnapshot) -> None:
     for step in (10, 20, 30, 40, 50):
-        (tmp_path / f"step-{step:06d}").mkdir()
+        write_checkpoint(tmp_path, make_snapshot(step))
     point(tmp_path, "best", tmp_path / "step-000020")
     prune(tmp_path, 2)
     assert steps(tmp_path) == [20, 40, 50]
@@ -245,14 +315,13 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert (tmp_path / "best").exists()
 
 
-def test_prune_without_a_best_keeps_the_newest(tmp_path: Path) -> None:
+def test_prune_without_a_best_keeps_the_newest(tmp_path: Path, make_snapshot: MakeSnapshot) -> None:
     for step in (10, 20):
-        (tmp_path / f"step-{step:06d}").mkdir()
+        write_checkpoint(tmp_path, make_snapshot(step))
     prune(tmp_path, 1)
     assert steps(tmp_path) == [20]
 
 
-@pytest.mark.xfail(strict=True, reason="prune counts damaged checkpoints: it removes the only good ones below them")
 def test_prune_never_removes_the_only_good_one(tmp_path: Path, make_snapshot: MakeSnapshot) -> None:
     """Resumed from 10 because 20 is damaged, then stopped at 15."""
     for step in (10, 20):
@@ -261,3 +330,30 @@ def test_prune_never_removes_the_only_good_one(tmp_path: Path, make_snapshot: Ma
     written = write_checkpoint(tmp_path, make_snapshot(15))
     prune(tmp_path, 1)
     assert newest_good(tmp_path)[0] == written
+
+
+def test_damaged_ones_do_not_count_and_go_when_they_lie_behind(tmp_path: Path, make_snapshot: MakeSnapshot) -> None:
+    for step in (10, 20, 30, 40, 50):
+        write_checkpoint(tmp_path, make_snapshot(step))
+    for step in (20, 40):
+        truncate(tmp_path / f"step-{step:06d}" / "state.safetensors")
+    prune(tmp_path, 3)
+    assert steps(tmp_path) == [10, 20, 30, 40, 50]
+    prune(tmp_path, 2)
+    assert steps(tmp_path) == [30, 40, 50]
+
+
+def test_prune_keeps_the_one_just_written_below_newer_ones(tmp_path: Path, make_snapshot: MakeSnapshot) -> None:
+    for step in (20, 30, 10):
+        write_checkpoint(tmp_path, make_snapshot(step))
+    prune(tmp_path, 1)
+    assert steps(tmp_path) == [10, 30]
+
+
+def test_what_is_known_to_be_good_is_not_read_again(
+    tmp_path: Path, make_snapshot: MakeSnapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = [write_checkpoint(tmp_path, make_snapshot(step)) for step in (10, 20, 30)]
+    monkeypatch.setattr(checkpoints_module, "problem_of", pytest.fail)
+    prune(tmp_path, 2, written)
+    assert steps(tmp_path) == [20, 30]

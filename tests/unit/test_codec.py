@@ -127,6 +127,8 @@ def frame(**changes: Any) -> bytes:
         (frame(v=99), rf"protocol version 99, this side speaks {PROTOCOL_VERSION}"),
         (frame(v=None), "protocol version None"),
         (frame(v="1"), "protocol version '1'"),
+        (frame(v=True), "protocol version True"),
+        (frame(v=float(PROTOCOL_VERSION)), r"protocol version \d\.0"),
         (msgpack.packb([1, 2]), "not a map but list"),
         (msgpack.packb(5), "not a map but int"),
         (b"", "not a msgpack map"),

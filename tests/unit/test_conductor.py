@@ -225,3 +225,36 @@ def test_messages_of_an_earlier_delivery_change_nothing():
         ):
             conductor.handle("consumer-0" if not isinstance(message, m.Ready) else "producer-0", message)
     assert peers.trained[0] == expected(plan, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("producer-0", m.Credit(blocks=5)),
+        ("producer-0", m.Verified(step=0, index=0, attempt=2)),
+        ("producer-0", m.Release(step=0, index=0, attempt=2)),
+        ("producer-0", m.Bad(step=0, index=0, attempt=2, samples=(), reason="no")),
+        ("producer-0", m.Report(kind="step", row={})),
+        ("producer-0", m.Checkpointed(next_step=9)),
+        ("consumer-0", m.Want(kind="model")),
+        ("consumer-0", m.Ready(step=0, index=0, kind="model", attempt=1, checksum=0, busy_s=0.0, halved=0)),
+        ("consumer-0", m.Nack(step=0, index=0, kind="model", attempt=1, reason="no", retryable=False)),
+        ("consumer-0", m.Gone(name="producer-0")),
+        ("producer-0", m.Order(order="done")),
+        ("launcher", m.Credit(blocks=1)),
+        ("consumer-7", m.Credit(blocks=1)),  # never joined
+        ("producer-0", m.Stop(reason="no")),  # nobody sends it
+    ],
+)
+def test_a_message_of_another_role_is_noted_and_nothing_else(name: str, message: m.AnyMessage) -> None:
+    conductor, plan = make()
+    peers = Peers(conductor, 1, 1)
+    for _ in range(3):
+        peers.step()
+    counts, out = conductor.ledger.counts, list(conductor.out)
+    assert not conductor.handle(name, message)
+    assert conductor.rows[-1] == ("event", {"what": "ignored", "text": f"{type(message).__name__} from {name}"})
+    assert (conductor.ledger.counts, conductor.out, conductor.ended) == (counts, out, False)
+    while peers.step():
+        pass
+    assert peers.trained[0] == expected(plan, 0)

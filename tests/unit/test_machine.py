@@ -76,13 +76,37 @@ def test_a_container_that_sees_its_cgroup_as_the_root(root: Path) -> None:
     assert free_memory_bytes() == 400 * MIB
 
 
-@pytest.mark.xfail(strict=True, reason="memory.current holds page cache, which the kernel gives back when asked")
 def test_page_cache_counts_as_free(root: Path) -> None:
     """A container that has just read a large model file: nearly all of its limit is cache."""
     write(root / "proc/self/cgroup", "0::/\n")
     limit(root / "sys/fs/cgroup", str(1000 * MIB), 950)
     write(root / "sys/fs/cgroup/memory.stat", f"anon {50 * MIB}\ninactive_file {800 * MIB}\nactive_file {100 * MIB}\n")
-    assert free_memory_bytes() >= 850 * MIB
+    assert free_memory_bytes() == 950 * MIB
+
+
+def limit_v1(folder: Path, most: int, used_mib: int, cache_mib: int) -> None:
+    write(folder / "memory.limit_in_bytes", f"{most}\n")
+    write(folder / "memory.usage_in_bytes", f"{used_mib * MIB}\n")
+    stat = f"inactive_file 7\ntotal_inactive_file {cache_mib * MIB}\ntotal_active_file {10 * MIB}\n"
+    write(folder / "memory.stat", stat)
+
+
+def test_the_limits_of_cgroup_version_1_count(root: Path) -> None:
+    memory = root / "sys/fs/cgroup/memory"
+    write(root / "proc/self/cgroup", "9:cpu,cpuacct:/job\n4:hugetlb,memory:/job/step\n")
+    limit_v1(memory, 9223372036854771712, 5000, 0)  # none
+    assert free_memory_bytes() == 8000 * MIB
+    limit_v1(memory / "job", 3000 * MIB, 1000, 490)
+    assert free_memory_bytes() == 2500 * MIB
+    limit_v1(memory / "job/step", 600 * MIB, 500, 40)
+    assert free_memory_bytes() == 150 * MIB
+
+
+def test_both_versions_side_by_side(root: Path) -> None:
+    write(root / "proc/self/cgroup", "4:memory:/elsewhere\n0::/\n")
+    limit_v1(root / "sys/fs/cgroup/memory", 700 * MIB, 100, 0)
+    limit(root / "sys/fs/cgroup", str(650 * MIB), 100)
+    assert free_memory_bytes() == 550 * MIB
 
 
 def test_processors_are_those_that_this_process_may_use() -> None:
@@ -141,16 +165,28 @@ def test_the_visible_gpus_in_their_order(
     [
         ("4,-1,6", [FOUR]),  # CUDA stops at the first entry that it does not know
         ("4,17,6", [FOUR]),
+        ("6,,4", [SIX]),
+        ("6,4,6", []),  # one device twice: CUDA shows none
+        ("4,GPU-aaaa", []),
         ("GPU-b", [FIVE]),  # CUDA takes a prefix that is unique
+        ("GPU-c,GPU-,GPU-a", [SIX]),  # and stops at one that is not
+        ("b", []),
     ],
 )
-@pytest.mark.xfail(strict=True, reason="unlike CUDA, entries after an unknown one count and UUID prefixes do not")
 def test_the_list_is_read_as_cuda_reads_it(
     nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, chosen: str, expected: list[Gpu]
 ) -> None:
     nvidia_smi(CARDS)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert visible_gpus() == expected
+
+
+def test_a_gpu_without_memory_of_its_own_has_the_host_s(
+    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda: 7 * MIB)
+    nvidia_smi("0, GPU-dddd, NVIDIA GB10, [N/A], [N/A]\n4, GPU-aaaa, NVIDIA H200, 143771, 143000\n")
+    assert visible_gpus() == [Gpu("NVIDIA GB10", 7 * MIB, 7 * MIB), FOUR]
 
 
 def test_without_a_driver_there_are_none(

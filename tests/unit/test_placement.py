@@ -68,6 +68,13 @@ def test_the_same_devices_named_for_both_roles_are_shared() -> None:
     assert place(GpusConfig(producers=[2], consumers=[2]), 4) == Placement(cuda(2), cuda(2))
 
 
+def test_a_split_beside_named_devices_is_refused() -> None:
+    said = r"gpus\.split = '1:1' and the lists gpus\.producers and gpus\.consumers both place"
+    for lists in ({"producers": [0], "consumers": [1]}, {"producers": [0]}):
+        with pytest.raises(RequestError, match=said):
+            place(GpusConfig(split="1:1", **lists), 4)
+
+
 @pytest.mark.parametrize(
     ("producers", "consumers", "gpus", "problem"),
     [

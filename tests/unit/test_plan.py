@@ -199,17 +199,6 @@ def test_ranks_cost_alike_over_micro_steps() -> None:
     assert abs(costs[0] - costs[1]) <= 10
 
 
-@given(SIZES, st.integers(1, 300), st.integers(1, 3))
-def test_no_block_is_over_max_block(sizes: list[tuple[int, int]], batch_tokens: int, consumers: int) -> None:
-    lengths, eligible = zip(*sizes, strict=True)
-    bounds: dict[str, Any] = {"microbatch_tokens": 70, "microbatch_draft_tokens": 160, "anchors": 40}
-    one = plan(lengths, eligible, batch_tokens=batch_tokens, consumers=consumers, **bounds)
-    for step in range(one.total_steps):
-        for block in one.blocks(step):
-            assert block.tokens <= one.max_block.tokens
-            assert len(block.samples) <= one.max_block.samples
-
-
 @given(SIZES, st.integers(1, 300))
 def test_a_step_is_full_unless_its_epoch_ends(sizes: list[tuple[int, int]], batch_tokens: int) -> None:
     lengths, eligible = zip(*sizes, strict=True)

@@ -110,6 +110,20 @@ def test_a_lock_is_freed_by_release_and_leaves_no_descriptor(tmp_path: Path, ope
     assert open_fds() == before
 
 
+def test_a_run_can_start_while_somebody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    RunLock(tmp_path / "run").release()
+    close = os.close
+
+    def start_before_closing(fd: int) -> None:
+        monkeypatch.undo()
+        RunLock(tmp_path / "run").release()
+        close(fd)
+
+    monkeypatch.setattr(os, "close", start_before_closing)
+    assert not is_alive(tmp_path / "run")
+    assert os.close is close
+
+
 def test_children_of_the_holder_do_not_keep_it(tmp_path: Path) -> None:
     lock = RunLock(tmp_path / "run")
     child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)

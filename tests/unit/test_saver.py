@@ -16,6 +16,7 @@ from consumer import saver as saver_module
 from consumer.checkpoint import Snapshot
 from consumer.checkpoints import checkpoints, newest_good
 from consumer.saver import Saver
+from protocol.errors import RunError
 
 MakeSnapshot = Callable[..., Snapshot]
 
@@ -70,6 +71,45 @@ def test_the_step_loop_goes_on_while_one_is_written_and_a_second_waits(
     second.join(5)
     told.saver.wait()
     assert told.durable == writing == [10, 20]
+
+
+def test_what_is_no_full_disk_is_said_and_raised(
+    tmp_path: Path, make_snapshot: MakeSnapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    told = Told(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(saver_module, "write_checkpoint", failing)
+        told.saver.submit(make_snapshot(10), best=False)
+        with pytest.raises(ZeroDivisionError, match="a defect"):
+            told.saver.wait()
+    assert told.failed == [told.saver.last_error] == ["checkpoint at step 10: a defect"]
+    assert told.durable == []
+    told.saver.wait()  # it is raised once
+
+
+def test_a_coordinator_that_hears_no_more_is_raised(tmp_path: Path, make_snapshot: MakeSnapshot) -> None:
+    def lost(_: int) -> None:
+        raise RunError("the coordinator takes no more messages")
+
+    saver = Saver(tmp_path, 3, lost, pytest.fail)
+    saver.submit(make_snapshot(10), best=False)
+    with pytest.raises(RunError):
+        saver.submit(make_snapshot(20), best=False)
+
+
+def test_a_new_saver_reads_what_an_earlier_one_wrote(tmp_path: Path, make_snapshot: MakeSnapshot) -> None:
+    first = Told(tmp_path, keep=2)
+    for step in (10, 20):
+        first.saver.submit(make_snapshot(step), best=False)
+    first.saver.wait()
+    (tmp_path / "step-000020" / "state.safetensors").write_bytes(b"")
+    second = Told(tmp_path, keep=2)
+    second.saver.submit(make_snapshot(15), best=False)
+    second.saver.wait()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000010", "step-000015", "step-000020"]
 
 
 def test_waiting_for_nothing_returns(tmp_path: Path) -> None:

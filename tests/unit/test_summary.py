@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from launch.cli import main
 from launch.metrics import append_row
 from launch.runfolder import RunLock
 from launch.summary import describe, summarise
@@ -101,6 +102,17 @@ def test_a_finished_run(tmp_path: Path) -> None:
         "waits: producer 25%, consumer 4%; streamed 2 MB; restarts 1, quarantined samples 2",
         f"drafter: {run_dir}/export (its README.md says how to serve it)",
     ]
+
+
+def test_the_json_answer_of_a_run_that_diverged_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = folder(tmp_path, ("start", {"step": 0}))
+    (run_dir / "config.resolved.json").write_text("{}")
+    with (run_dir / "metrics.jsonl").open("a") as file:  # as other writers of JSON put it
+        file.write(json.dumps({"kind": "step", "time": 0} | step(1)[1] | {"loss": float("nan")}) + "\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["status", str(run_dir), "--json"])
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["loss"] is None
 
 
 def test_a_run_is_running_while_its_lock_is_held(tmp_path: Path) -> None:

@@ -79,7 +79,6 @@ def test_only_the_end_of_a_long_log_is_read(start: Start) -> None:
     assert child.last_error() == "the end"
 
 
-@pytest.mark.xfail(strict=True, reason="the log is appended to, and last_error also reads what an earlier child said")
 def test_an_earlier_childs_error_is_not_laid_at_a_later_ones_door(start: Start) -> None:
     assert start("print('error: out of memory'); raise SystemExit(1)").wait(10) == 1
     child = start("import os; os.kill(os.getpid(), 9)")
@@ -87,7 +86,6 @@ def test_an_earlier_childs_error_is_not_laid_at_a_later_ones_door(start: Start) 
     assert "out of memory" not in child.obituary()
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="signal.Signals() does not know unnamed real-time signals")
 def test_an_unnamed_signal_has_an_obituary(start: Start) -> None:
     child = start(f"import os; os.kill(os.getpid(), {signal.SIGRTMIN + 3})")
     assert child.wait(10) == -(signal.SIGRTMIN + 3)

@@ -1,11 +1,11 @@
-"""Sizes and times: read with units, shown for people, refused by key."""
+"""Sizes: read with units, refused by key; sizes and times shown for people."""
 
 from __future__ import annotations
 
 import pytest
 
 from protocol.errors import RequestError
-from protocol.units import parse_bytes, parse_seconds, show_bytes, show_seconds
+from protocol.units import parse_bytes, show_bytes, show_seconds
 
 
 @pytest.mark.parametrize(
@@ -32,14 +32,6 @@ def test_bytes(text: int | str, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [(30, 30), (0.5, 0.5), ("90", 90), ("45s", 45), ("30min", 1800), ("2 h", 7200), ("1.5d", 129600)],
-)
-def test_seconds(text: float | str, expected: float) -> None:
-    assert parse_seconds(text, "train.max_hours") == expected
-
-
-@pytest.mark.parametrize(
     "text", ["", "GiB", "64 G", "64GiBs", "-1GB", "1e3", "1,5GB", "1.GB", "64GiB 2", "auto", "5min"]
 )
 def test_unreadable_bytes_name_the_key_the_value_and_the_units(text: str) -> None:
@@ -47,12 +39,6 @@ def test_unreadable_bytes_name_the_key_the_value_and_the_units(text: str) -> Non
         parse_bytes(text, "ring.bytes")
     assert str(refused.value).startswith(f"ring.bytes: cannot read {text!r}")
     assert "gib" in str(refused.value)
-
-
-@pytest.mark.parametrize("text", ["", "5 parsecs", "1m", "1GB", "-3s"])
-def test_unreadable_times_name_the_key(text: str) -> None:
-    with pytest.raises(RequestError, match=r"^train\.max_hours: cannot read .* min"):
-        parse_seconds(text, "train.max_hours")
 
 
 @pytest.mark.parametrize(
