@@ -154,7 +154,10 @@ class Rank:
             return False
         started = time.monotonic()
         limit = self.evaluation.max_new_tokens
-        found = measure(self.drafter, self.ends.embedding, self.ends.head, self.eval_rows, max_new_tokens=limit)
+        # The weights as they are saved and served, norms rounded too: what is measured is what is exported.
+        served = Drafter(self.shape, self.drafter.compute_dtype).to(self.device)
+        load(served, capture_weights(self.drafter))
+        found = measure(served, self.ends.embedding, self.ends.head, self.eval_rows, max_new_tokens=limit)
         self.report("eval", {"step": step, "seconds": time.monotonic() - started} | acceptance_row(found))
         # What has not been trained is not saved, so it cannot be the best checkpoint.
         self.last = found.mean

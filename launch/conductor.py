@@ -52,6 +52,8 @@ SENT_BY: dict[str, tuple[type[Message], ...]] = {
 class Samples(Protocol):
     """What is asked of the token dataset."""
 
+    lengths: NDArray[np.int64]
+
     def tokens(self, index: int) -> NDArray[np.int32]: ...
 
     def mask(self, index: int) -> NDArray[np.uint8]: ...
@@ -70,6 +72,7 @@ class Conductor:
         self.streamed_bytes = 0
         self.numerics_changed = 0
         self._job, self._plan, self._samples = job, plan, samples
+        self._lengths: list[int] = samples.lengths.tolist()
         ranks = len(job.consumers)
         quarantined = {int(sample): reason for sample, reason in job.quarantined.items()}
         self.ledger = Ledger(plan, job.slots, ranks, next_step=job.start_step, quarantined=quarantined)
@@ -147,7 +150,7 @@ class Conductor:
                 self.numerics_changed += message.halved
                 text = f"step {message.step} block {message.index}: a batch was halved {message.halved} times"
                 self.rows.append(("event", {"what": "numerics_changed", "text": text}))
-            self.produced_tokens += sum(len(self._samples.tokens(sample)) for sample in leased.samples)
+            self.produced_tokens += sum(self._lengths[sample] for sample in leased.samples)
 
     def _bad(self, message: Bad) -> None:
         if held := self._current(message):
@@ -226,14 +229,14 @@ class Conductor:
             attempt=lease.attempt,
             slot=lease.slot,
             samples=lease.block_samples,
-            lengths=tuple(len(ids) for ids in tokens),
+            lengths=tuple(self._lengths[sample] for sample in lease.block_samples),
             positions=tuple(lease.block_samples.index(sample) for sample in lease.samples),
             token_ids=np.concatenate(tokens).astype("<i4").tobytes(),
             loss_mask=np.concatenate(masks).tobytes(),
         )
 
     def _deliver_message(self, delivery: Delivery) -> Deliver:
-        tokens = sum(len(self._samples.tokens(sample)) for sample in delivery.samples)
+        tokens = sum(self._lengths[sample] for sample in delivery.samples)
         table = block_table(tokens, len(delivery.samples), self._job.width, self._job.dtype)
         self.streamed_bytes += sum(spec.nbytes for spec in table)
         return Deliver(

@@ -50,6 +50,8 @@ def ring_size(
     else:
         asked = parse_bytes(config.bytes, "ring.bytes")
         slots, source = asked // stride_bytes, f"ring.bytes = {show_bytes(asked)}"
+        if slots * stride_bytes > free:
+            raise RequestError(f"{source} but only {show_bytes(free)} of memory is free: lower it")
     if slots < least:
         raise RequestError(
             f"ring.bytes: a block of {tokens} tokens takes {show_bytes(slot_bytes)}, {processes} processes need "
