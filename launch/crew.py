@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import secrets
 import socket
@@ -38,7 +37,6 @@ class Crew:
         self._job, self._run_dir, self._ring_fd = job, run_dir, ring_fd
         self._signals, self._say = signals, say
         token = secrets.token_hex(32)
-        os.environ[TOKEN_VARIABLE] = token
         # Fixed whatever the number of producers is: results depend on the threads of a process.
         threads = max(1, min(processors() // 2, 8))
         self._environment = {"OMP_NUM_THREADS": str(threads), TOKEN_VARIABLE: token} | _ranks(len(job.consumers))

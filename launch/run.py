@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from consumer.checkpoints import newest_good
 from launch.config import Config
 from launch.crew import DONE, INTERRUPTED, Crew
 from launch.machine import free_memory_bytes, processors, visible_gpus
@@ -22,7 +23,7 @@ from launch.metrics import append_row
 from launch.placement import place
 from launch.runfolder import RunLock
 from launch.signals import Interrupted, Signals
-from launch.start import Outline, bill, dataset_folder, make_job, make_plan, outline
+from launch.start import Outline, bill, check_resumable, dataset_folder, make_job, make_plan, outline
 from launch.summary import describe, summarise
 from launch.supervise import Child
 from producer.config import EMBEDDED
@@ -54,7 +55,7 @@ def run(config: Config, resume: bool, say: Say) -> int:
             )
         return _run_locked(config, run_dir, signals, say)
     except Interrupted:
-        say("interrupted at once; the newest checkpoint is kept")
+        say("interrupted at once; with --resume the same command goes on from the newest checkpoint")
         return STOPPED_AT_ONCE
     finally:
         lock.release()
@@ -66,18 +67,21 @@ def _run_locked(config: Config, run_dir: Path, signals: Signals, say: Say) -> in
     if config.target.model == EMBEDDED:
         _one_off("convert", "producer.embedded", [], run_dir, signals, say)
     found = outline(config, locate_target(config.target, say), placement, gpus, free_bytes)
-    _write_json(run_dir / "config.resolved.json", msgspec.to_builtins(config))
+    checkpoint, notes = newest_good(run_dir / "checkpoints")
+    if checkpoint is not None:
+        check_resumable(config, found, checkpoint)
     dataset = _set_up(config, found, run_dir, signals, say)
     plan = make_plan(config, found, dataset)
-    job, notes = make_job(config, found, dataset, plan, run_dir)
-    for note in notes:
-        say(note)
+    job, more = make_job(config, found, dataset, plan, checkpoint)
+    _say_all([*notes, *more], say)
     costs = bill(found, dataset, plan)
     _write_json(run_dir / "plan.json", costs)
     if job.start_step >= plan.total_steps:
         say(f"all {plan.total_steps} steps are done already")
         _say_all(describe(summarise(run_dir)), say)
         return DONE
+    # Only now is it certain that this configuration is the run's: a refused one leaves the old one in place.
+    _write_json(run_dir / "config.resolved.json", msgspec.to_builtins(config))
     write_job(run_dir, job)
     say(
         f"{costs['samples']} samples, {costs['tokens']} tokens, {costs['steps']} steps; {costs['bytes_per_token']} "

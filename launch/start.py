@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from consumer.checkpoints import newest_good, read_cursor, read_manifest, read_shape
+from consumer.checkpoints import read_cursor, read_manifest, read_shape
 from consumer.shape import DrafterShape, resolve_shape
 from launch.config import Config
 from launch.machine import Gpu
@@ -99,14 +99,22 @@ def make_plan(config: Config, found: Outline, dataset: TokenDataset) -> Plan:
     return Plan(dataset.lengths, dataset.eligible, params, dataset.fingerprint)
 
 
-def make_job(config: Config, found: Outline, dataset: TokenDataset, plan: Plan, run_dir: Path) -> tuple[Job, list[str]]:
-    """The job of this start, and notes for the user (a damaged checkpoint that was passed over, say)."""
-    checkpoint, notes = newest_good(run_dir / "checkpoints")
+def check_resumable(config: Config, found: Outline, checkpoint: Path) -> None:
+    """Refuses (RequestError) to go on with another drafter or target than `checkpoint` has, before the set-up would
+    replace what belongs to it. The mask token is settled only by the data; `make_job` compares it."""
+    mask_token = read_shape(checkpoint).mask_token_id
+    shape = msgspec.structs.replace(found.shape, mask_token_id=mask_token)
+    _check_same_training(checkpoint, shape, _target(config, found))
+
+
+def make_job(
+    config: Config, found: Outline, dataset: TokenDataset, plan: Plan, checkpoint: Path | None
+) -> tuple[Job, list[str]]:
+    """The job of this start, going on from `checkpoint` if there is one, and notes for the user."""
     cursor = read_cursor(checkpoint) if checkpoint is not None else None
-    if cursor is not None:
-        notes += _check_cursor(cursor, plan, run_dir)
+    notes = _check_cursor(cursor, plan, checkpoint) if cursor is not None and checkpoint is not None else []
     shape = _final_shape(config, found, dataset)
-    weights = target_fingerprint(found.target_dir, config.target, found.placement.producers[0])
+    weights = _target(config, found)
     if checkpoint is not None:
         _check_same_training(checkpoint, shape, weights)
     # A part of an abstract socket's address, which holds 107 bytes.
@@ -179,6 +187,10 @@ def _refuse_what_cannot_fit(target_dir: Path, placement: Placement, gpus: Sequen
             )
 
 
+def _target(config: Config, found: Outline) -> str:
+    return target_fingerprint(found.target_dir, config.target, found.placement.producers[0])
+
+
 def _check_same_training(checkpoint: Path, shape: DrafterShape, target: str) -> None:
     """A checkpoint goes on only with the drafter and the target that it was made with."""
     then, now = msgspec.to_builtins(read_shape(checkpoint)), msgspec.to_builtins(shape)
@@ -194,8 +206,8 @@ def _check_same_training(checkpoint: Path, shape: DrafterShape, target: str) -> 
         )
 
 
-def _check_cursor(cursor: Cursor, plan: Plan, run_dir: Path) -> list[str]:
+def _check_cursor(cursor: Cursor, plan: Plan, checkpoint: Path) -> list[str]:
     verdict = fit(cursor, plan)
     if verdict.verdict == "refused":
-        raise RequestError(f"{run_dir}: {verdict.reason}")
+        raise RequestError(f"{checkpoint}: {verdict.reason}")
     return [f"resuming with {verdict.reason}"] if verdict.reason else []

@@ -62,11 +62,24 @@ def test_a_live_run_is_not_started_twice(workspace):
     assert started.wait(90) == 0
 
 
-def test_resume_with_another_batch_size_is_refused(workspace):
+def test_resume_with_other_steps_drafter_or_target_is_refused_and_loses_nothing(workspace, make_folder):
     assert workspace.run("fixed", "--set", "train.max_steps=4").returncode == 0
-    refused = workspace.run("fixed", "--resume", "--set", "train.batch_tokens=200")
-    assert refused.returncode == 2
-    assert "train.batch_tokens" in refused.stderr
+    files = [
+        workspace.runs / "fixed" / name
+        for name in ("target_io.safetensors", "config.resolved.json", "eval.safetensors")
+    ]
+    before = [path.read_bytes() for path in files]
+    other = make_folder("qwen3", name="other")
+    for change, word in {
+        "train.batch_tokens=200": "train.batch_tokens",
+        "drafter.taps=[0,3]": "target_layer_ids",
+        "drafter.mlp=32": "intermediate_size",
+        f"target.model={other}": "another target",
+    }.items():
+        refused = workspace.run("fixed", "--resume", "--set", "train.max_steps=8", "--set", change)
+        assert refused.returncode == 2, (change, refused.stdout + refused.stderr)
+        assert word in refused.stderr, refused.stderr
+        assert [path.read_bytes() for path in files] == before
 
 
 def test_the_command_line_starts_without_torch():
