@@ -73,6 +73,7 @@ class Rank:
         self.drafter = Drafter(self.shape, compute_dtype(self.config.precision, self.device)).to(self.device)
         self.trainer = Trainer(self.drafter, self.ends.embedding, self.ends.head, self.config, self.plan.total_steps)
         self.samples_trained = self.tokens_trained = 0
+        self.saved_step = self.job.start_step if self.job.checkpoint is not None else -1
         self.best = 0.0
         self.last: float | None = None
         self._start_from()
@@ -138,7 +139,8 @@ class Rank:
             self._checkpoint(step, improved)
 
     def _checkpoint(self, step: int, best: bool = False) -> None:
-        if self.rank == 0:
+        if self.rank == 0 and step != self.saved_step:
+            self.saved_step = step
             state = capture_state(self.drafter, self.trainer.optimiser)
             weights = capture_weights(self.drafter)
             snapshot = Snapshot(self.shape, weights, state, self._cursor(step), self.ends.fingerprint, self.best)

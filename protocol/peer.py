@@ -24,6 +24,7 @@ from protocol.version import DRAFTWIRE_VERSION
 
 QUEUE_MESSAGES = 1024
 JOIN_S = 60.0
+TURN_MS = 50
 # The socket's own `linger` of 0 would drop the last words of a peer that closes.
 DRAIN_MS = 5000
 
@@ -104,9 +105,10 @@ class Peer:
 
     def _put(self, dealer: zmq.Socket[bytes], message: Message) -> None:
         """Sends when there is a connection: with `immediate`, a plain send would wait for one for ever."""
-        started = time.monotonic()
-        while not dealer.poll(50, zmq.POLLOUT):
-            if self._closing.is_set() or time.monotonic() - started > self._silence_s:
+        turns = 0
+        while not dealer.poll(TURN_MS, zmq.POLLOUT):
+            turns += 1
+            if self._closing.is_set() or turns * TURN_MS > self._silence_s * 1000:
                 raise ProtocolError("the coordinator cannot be reached")
         dealer.send(encode(message, self._envelope))
 
@@ -114,17 +116,21 @@ class Peer:
         poller = zmq.Poller()
         poller.register(dealer, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
-        heartbeat_s, heard, beat = 1.0, time.monotonic(), time.monotonic()
+        heartbeat_s, quiet_s = 1.0, 0.0
+        before = beat = time.monotonic()
         joined = False
         while True:
             ready = dict(poller.poll(int(heartbeat_s * 500)))
             now = time.monotonic()
+            # Counted in turns of this loop: a pause of this very process is not the coordinator's silence.
+            quiet_s += min(now - before, heartbeat_s)
+            before = now
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
             while not self._outbox.empty():
                 self._put(dealer, self._outbox.get_nowait())
             if dealer in ready:
-                heard = now
+                quiet_s = 0.0
                 while dealer.poll(0):
                     self._envelope, message = decode(dealer.recv())
                     if isinstance(message, Reject) and joined:
@@ -140,7 +146,7 @@ class Peer:
                         self._closing.set()
             if self._closing.is_set() and self._outbox.empty():
                 return "closed"
-            if now - heard > self._silence_s:
+            if quiet_s > self._silence_s:
                 return f"the coordinator has been silent for {self._silence_s:.0f} s"
             if now - beat > heartbeat_s:
                 self._put(dealer, Heartbeat(progress=self.progress))

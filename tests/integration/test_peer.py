@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgpack
 import msgspec
@@ -132,6 +133,17 @@ def test_silence_ends_the_peer() -> None:
         assert isinstance(last, m.Stop)
         assert "silent" in last.reason
         assert 0.3 < time.monotonic() - started < 3
+        peer.close()
+
+
+def test_a_pause_of_its_own_process_is_not_the_coordinator_s_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    jump_s = [0.0]
+    monkeypatch.setattr(peer_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + jump_s[0]))
+    with routing(WELCOME) as router:
+        peer = Peer(router.address, "r", greeting(), silence_s=5)
+        jump_s[0] = 1000.0  # as after SIGSTOP and SIGCONT
+        with pytest.raises(queue.Empty):
+            peer.inbox.get(timeout=0.5)
         peer.close()
 
 
