@@ -229,7 +229,7 @@ def test_any_run_name_makes_an_address_that_works_and_is_its_own(
     ring = RingSize(slots=3, slot_bytes=4096)
     found = start.Outline(tmp_path, FACTS, shape, Placement(("cpu",), ("cpu",)), "float32", 48, 4096, 8192, ring)
     plan = start.make_plan(config, found, dataset)
-    jobs = [start.make_job(config, found, dataset, plan, tmp_path / "run")[0] for _ in range(2)]
+    jobs = [start.make_job(config, found, dataset, plan, None)[0] for _ in range(2)]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     routers = [sockets.router(context, job.address) for job in jobs]  # two runs of one name do not meet
     for router in routers:
