@@ -208,3 +208,49 @@ def make_snapshot(make_drafter: Callable[..., Any]) -> Callable[..., Any]:
         return Snapshot(drafter.shape, capture_weights(drafter), state, cursor, "fingerprint", best)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_job() -> Callable[..., Any]:
+    """Builds a Job of one producer and one consumer on the CPU; `plan` changes its plan's parameters."""
+
+    def make(plan: dict[str, Any] | None = None, **changes: Any) -> Any:
+        from protocol.job import Job
+        from protocol.plan import PlanParams
+
+        params = {
+            "seed": 0,
+            "epochs": 1,
+            "batch_tokens": 200,
+            "anchors": 4,
+            "block_size": 4,
+            "microbatch_tokens": 200,
+            "microbatch_draft_tokens": 64,
+            "consumers": 1,
+            **(plan or {}),
+        }
+        fields = {
+            "run_id": "r",
+            "incarnation": 1,
+            "address": "",
+            "target_dir": "",
+            "dataset_dir": "",
+            "taps": (0,),
+            "width": 8,
+            "dtype": "float32",
+            "slots": 4,
+            "slot_bytes": 4096,
+            "schema": "s",
+            "shape": {},
+            "plan": PlanParams(**params),
+            "start_step": 0,
+            "checkpoint": None,
+            "quarantined": {},
+            "producers": ("cpu",),
+            "consumers": ("cpu",),
+            "quarantine_limit": 0.0,
+            **changes,
+        }
+        return Job(**fields)
+
+    return make

@@ -29,7 +29,6 @@ from protocol.dataset import write_dataset
 from protocol.errors import ProtocolError, RunError
 from protocol.job import TOKEN_VARIABLE, Job, write_job
 from protocol.peer import Peer, hello
-from protocol.plan import PlanParams
 from protocol.ring import RingSize
 
 TOKEN, SCHEMA = "5ec2e7", "schema"
@@ -241,41 +240,17 @@ def test_any_run_name_makes_an_address_that_works_and_is_its_own(
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_job: Callable[..., Job]) -> Path:
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     samples = [(np.arange(6, dtype=np.int32), np.ones(6, np.uint8)) for _ in range(8)]
     write_dataset(tmp_path / "data", samples, {"fingerprint": "f"})
-    params = PlanParams(
-        seed=0,
-        epochs=1,
-        batch_tokens=12,
-        anchors=4,
-        block_size=4,
-        microbatch_tokens=12,
-        microbatch_draft_tokens=64,
-        consumers=1,
-    )
     run_id = f"run-{time.monotonic_ns()}"
-    job = Job(
+    job = make_job(
+        plan={"batch_tokens": 12, "microbatch_tokens": 12},
         run_id=run_id,
-        incarnation=3,
         address=sockets.endpoint(run_id),
-        target_dir="",
         dataset_dir=str(tmp_path / "data"),
-        taps=(0,),
-        width=8,
-        dtype="float32",
-        slots=3,
-        slot_bytes=4096,
         schema=SCHEMA,
-        shape={},
-        plan=params,
-        start_step=0,
-        checkpoint=None,
-        quarantined={},
-        producers=("cpu",),
-        consumers=("cpu",),
-        quarantine_limit=0.0,
     )
     write_job(tmp_path, job)
     return tmp_path
@@ -346,7 +321,7 @@ def test_who_does_not_belong_is_told_why_and_the_run_goes_on(run_dir: Path) -> N
         (answer,) = exchange(job.address, encode(greeting(token="guess", schema="other"), Envelope("another", 0)))
         assert answer == m.Reject(reason="the run token is wrong")
         peer = Peer(job.address, job.run_id, greeting())
-        assert (peer.welcome.slots, peer.welcome.slot_bytes) == (3, 4096)
+        assert (peer.welcome.slots, peer.welcome.slot_bytes) == (4, 4096)
         peer.close()
 
 

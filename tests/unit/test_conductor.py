@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from launch.conductor import LAUNCHER, Conductor
 from protocol import messages as m
-from protocol.job import Job
-from protocol.plan import Plan, PlanParams
+from protocol.plan import Plan
 
 
 class TinyDataset:
@@ -26,41 +25,23 @@ class TinyDataset:
         return np.ones(self.lengths[index], np.uint8)
 
 
-def make(samples: int = 20, producers: int = 2, consumers: int = 1, slots: int = 4, quarantine_limit: float = 0.2):
-    dataset = TinyDataset(samples)
-    params = PlanParams(
-        seed=1,
-        epochs=2,
-        batch_tokens=30,
-        anchors=4,
-        block_size=4,
-        microbatch_tokens=20,
-        microbatch_draft_tokens=64,
-        consumers=consumers,
-    )
-    plan = Plan(dataset.lengths, dataset.lengths - 1, params, "data")
-    job = Job(
-        run_id="r",
-        incarnation=1,
-        address="ipc://@r",
-        target_dir="",
-        dataset_dir="",
-        taps=(0,),
-        width=8,
-        dtype="float32",
-        slots=slots,
-        slot_bytes=4096,
-        schema="s",
-        shape={},
-        plan=params,
-        start_step=0,
-        checkpoint=None,
-        quarantined={},
-        producers=("cpu",) * producers,
-        consumers=("cpu",) * consumers,
-        quarantine_limit=quarantine_limit,
-    )
-    return Conductor(job, plan, dataset), plan
+@pytest.fixture(scope="session")
+def make(make_job):
+    """Builds a conductor over a tiny dataset, and the plan it follows."""
+
+    def build(samples: int = 20, producers: int = 2, consumers: int = 1, slots: int = 4, quarantine_limit: float = 0.2):
+        dataset = TinyDataset(samples)
+        job = make_job(
+            plan={"seed": 1, "epochs": 2, "batch_tokens": 30, "microbatch_tokens": 20, "consumers": consumers},
+            slots=slots,
+            producers=("cpu",) * producers,
+            consumers=("cpu",) * consumers,
+            quarantine_limit=quarantine_limit,
+        )
+        plan = Plan(dataset.lengths, dataset.lengths - 1, job.plan, "data")
+        return Conductor(job, plan, dataset), plan
+
+    return build
 
 
 class Peers:
@@ -148,7 +129,7 @@ def expected(plan: Plan, rank: int, without: set[int] = frozenset()):
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_every_block_is_trained_once_in_order_while_producers_die(data, producers, consumers, slots):
+def test_every_block_is_trained_once_in_order_while_producers_die(make, data, producers, consumers, slots):
     conductor, plan = make(producers=producers, consumers=consumers, slots=slots)
     peers = Peers(conductor, producers, consumers, draw=lambda n: data.draw(st.integers(0, n - 1)) if n > 1 else 0)
     deaths = data.draw(st.lists(st.integers(0, 200), max_size=4, unique=True))
@@ -167,7 +148,7 @@ def test_every_block_is_trained_once_in_order_while_producers_die(data, producer
 
 
 @pytest.mark.parametrize("consumers", [1, 2])
-def test_poison_is_quarantined_after_three_tries_and_the_rest_is_trained(consumers):
+def test_poison_is_quarantined_after_three_tries_and_the_rest_is_trained(make, consumers):
     conductor, plan = make(consumers=consumers)
     peers = Peers(conductor, 2, consumers, poison={3})
     while peers.step():
@@ -180,7 +161,7 @@ def test_poison_is_quarantined_after_three_tries_and_the_rest_is_trained(consume
         assert peers.trained[rank] == expected(plan, rank, without={3})
 
 
-def test_too_much_poison_fails_the_run():
+def test_too_much_poison_fails_the_run(make):
     conductor, _ = make(quarantine_limit=0.1)
     peers = Peers(conductor, 1, 1, poison={2, 3, 4, 5})
     while peers.step() and not peers.errors:
@@ -188,7 +169,7 @@ def test_too_much_poison_fails_the_run():
     assert "train.quarantine_limit" in peers.errors[0]
 
 
-def test_a_stop_takes_effect_at_one_step_boundary_for_all_ranks():
+def test_a_stop_takes_effect_at_one_step_boundary_for_all_ranks(make):
     conductor, plan = make(consumers=2)
     peers = Peers(conductor, 2, 2)
     for _ in range(40):
@@ -204,7 +185,7 @@ def test_a_stop_takes_effect_at_one_step_boundary_for_all_ranks():
         assert done == Counter({step: plan.micro_steps(step) for step in range(boundary)})
 
 
-def test_a_stop_does_not_wait_for_producers_that_never_come():
+def test_a_stop_does_not_wait_for_producers_that_never_come(make):
     conductor, _ = make()
     peers = Peers(conductor, 0, 1)
     conductor.handle(LAUNCHER, m.Order(order="stop"))
@@ -213,7 +194,7 @@ def test_a_stop_does_not_wait_for_producers_that_never_come():
     assert peers.stopped_at == {0: 0}
 
 
-def test_messages_of_an_earlier_delivery_change_nothing():
+def test_messages_of_an_earlier_delivery_change_nothing(make):
     conductor, plan = make()
     peers = Peers(conductor, 1, 1)
     while peers.step():
@@ -246,7 +227,7 @@ def test_messages_of_an_earlier_delivery_change_nothing():
         ("producer-0", m.Stop(reason="no")),  # nobody sends it
     ],
 )
-def test_a_message_of_another_role_is_noted_and_nothing_else(name: str, message: m.AnyMessage) -> None:
+def test_a_message_of_another_role_is_noted_and_nothing_else(make, name: str, message: m.AnyMessage) -> None:
     conductor, plan = make()
     peers = Peers(conductor, 1, 1)
     for _ in range(3):

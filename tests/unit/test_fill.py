@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,7 @@ from producer.taps import Taps
 from producer.target import load_target
 from producer.worker import fill
 from protocol.block import block_table, checksum, table_bytes, views
-from protocol.job import Job
 from protocol.messages import Lease
-from protocol.plan import PlanParams
 
 LENGTHS = (40, 7, 64, 1, 23)
 TAPS = (0, 2)
@@ -45,40 +42,6 @@ def make_lease(positions: tuple[int, ...]) -> tuple[Lease, list[np.ndarray]]:
     return lease, rows
 
 
-def make_job(width: int) -> Job:
-    params = PlanParams(
-        seed=0,
-        epochs=1,
-        batch_tokens=200,
-        anchors=1,
-        block_size=4,
-        microbatch_tokens=200,
-        microbatch_draft_tokens=64,
-        consumers=1,
-    )
-    return Job(
-        run_id="r",
-        incarnation=0,
-        address="",
-        target_dir="",
-        dataset_dir="",
-        taps=TAPS,
-        width=width,
-        dtype="float32",
-        slots=1,
-        slot_bytes=0,
-        schema="",
-        shape={},
-        plan=params,
-        start_step=0,
-        checkpoint=None,
-        quarantined={},
-        producers=("cpu",),
-        consumers=("cpu",),
-        quarantine_limit=0.0,
-    )
-
-
 def alone(target: Any, row: np.ndarray) -> np.ndarray:
     """transformers' own hidden states of one sample, without batch, padding, hooks or ring."""
     with torch.inference_mode():
@@ -86,14 +49,14 @@ def alone(target: Any, row: np.ndarray) -> np.ndarray:
     return torch.cat([states[tap + 1][0] for tap in TAPS], dim=-1).numpy()
 
 
-def test_arrived_features_are_those_of_each_sample_alone(target: Any) -> None:
+def test_arrived_features_are_those_of_each_sample_alone(target: Any, make_job: Any) -> None:
     lease, rows = make_lease(tuple(range(len(LENGTHS))))
     width = len(TAPS) * 32
     table = block_table(sum(LENGTHS), len(LENGTHS), width, "float32")
     slot = bytearray(table_bytes(table) + 4096)
     slot[-4096:] = b"\xa5" * 4096
     with Taps(target.layers, TAPS) as taps:
-        total, halved = fill(target, taps, lease, memoryview(slot), make_job(width))
+        total, halved = fill(target, taps, lease, memoryview(slot), make_job(width=width, taps=TAPS))
     assert halved == 0
     arrived = views(memoryview(slot), table)
     assert arrived["features"].shape == (sum(LENGTHS), width)  # rows are tokens: padding has nowhere to go
@@ -107,9 +70,9 @@ def test_arrived_features_are_those_of_each_sample_alone(target: Any) -> None:
     assert bytes(slot[-4096:]) == b"\xa5" * 4096  # nothing behind the block was touched
 
 
-def test_two_parts_filled_apart_make_the_whole_block(target: Any, tmp_path: Path) -> None:
+def test_two_parts_filled_apart_make_the_whole_block(target: Any, make_job: Any) -> None:
     width = len(TAPS) * 32
-    job = make_job(width)
+    job = make_job(width=width, taps=TAPS)
     table = block_table(sum(LENGTHS), len(LENGTHS), width, "float32")
     whole, parts = bytearray(table_bytes(table)), bytearray(table_bytes(table))
     with Taps(target.layers, TAPS) as taps:
