@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,8 @@ import typer
 from launch.metrics import to_json
 from protocol.errors import DraftwireError, RequestError
 from protocol.version import DRAFTWIRE_VERSION
+
+WATCH_S = 2.0
 
 app = typer.Typer(
     name="draftwire",
@@ -82,14 +85,36 @@ def generate(
 @app.command()
 def status(
     run_name: Annotated[str, typer.Argument(metavar="RUN", help="a run's name or folder, or latest")] = "latest",
+    watch: Annotated[bool, typer.Option("--watch", help="again every two seconds, until the run has ended")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """What a run is doing, or did."""
     from launch.runfolder import find_run
     from launch.summary import describe, summarise
 
-    found = summarise(find_run(run_name))
+    folder = find_run(run_name)
+    found = summarise(folder)
     _answer(found, describe(found), as_json)
+    while watch and found["state"] == "running":
+        time.sleep(WATCH_S)
+        found = summarise(folder)
+        _answer(found, ["", *describe(found)], as_json)
+
+
+@app.command()
+def stop(
+    run_name: Annotated[str, typer.Argument(metavar="RUN", help="a run's name or folder, or latest")] = "latest",
+    timeout_s: Annotated[float, typer.Option("--timeout", help="seconds to wait for the end", min=0)] = 600,
+) -> None:
+    """Let a run checkpoint at its next step boundary and end; `run --resume` goes on from there."""
+    from launch.runfolder import find_run
+    from launch.stop import stop_run
+    from launch.summary import describe, summarise
+
+    folder = find_run(run_name)
+    stop_run(folder, timeout_s)
+    for line in describe(summarise(folder)):
+        say(line)
 
 
 @app.command("eval")

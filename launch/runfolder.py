@@ -42,7 +42,11 @@ class RunLock:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
         except BlockingIOError:
             os.close(self._fd)
-            raise RequestError(f"{run_dir}: this run is alive; stop it first, or choose another run.name") from None
+            raise RequestError(
+                f"{run_dir}: this run is alive; `draftwire stop {run_dir}` ends it, or choose another run.name"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
         os.close(self._fd)
@@ -59,3 +63,10 @@ def is_alive(run_dir: Path) -> bool:
     finally:
         os.close(fd)
     return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
+
+
+def launcher_pid(run_dir: Path) -> int | None:
+    """The process that holds this run's lock, or None when nobody does."""
+    if not is_alive(run_dir):
+        return None
+    return int((run_dir / LOCK_NAME).read_text() or "0") or None

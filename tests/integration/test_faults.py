@@ -51,6 +51,20 @@ def test_a_second_interrupt_ends_at_once_and_keeps_the_checkpoint(workspace):
     assert workspace.losses("cut")[-1][0] == len(workspace.losses("cut"))
 
 
+def test_stop_by_command_ends_like_a_signal(workspace):
+    started = workspace.start("asked")
+    workspace.wait_for_step("asked", 10)
+    watched = workspace.draftwire("status", "asked", "--json")
+    assert '"state": "running"' in watched.stdout
+    stopped = workspace.draftwire("stop", "asked")
+    assert stopped.returncode == 0, stopped.stderr
+    assert "asked: interrupted" in stopped.stdout
+    assert started.wait(5) == 75
+    again = workspace.draftwire("stop", "asked")
+    assert again.returncode == 2
+    assert "not alive" in again.stderr
+
+
 def test_a_dead_consumer_fails_the_run_by_name(workspace):
     started = workspace.start("bereft")
     workspace.wait_for_step("bereft", 5)
