@@ -30,6 +30,7 @@ from consumer.shape import DrafterShape
 from consumer.zlab import config_json
 from protocol.cursor import Cursor, encode_cursor
 from protocol.errors import RequestError
+from protocol.files import open_to_others
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     try:
         save_file(dict(snapshot.weights), part / "drafter.safetensors", metadata={"format": "pt"})
         save_file(dict(snapshot.state), part / "state.safetensors")
+        for path in part.iterdir():
+            open_to_others(path)
         (part / "config.json").write_text(json.dumps(config_json(snapshot.shape), indent=2) + "\n")
         (part / "cursor.json").write_bytes(encode_cursor(snapshot.cursor))
         files = {path.name: FileFacts(path.stat().st_size, crc32(path)) for path in sorted(part.iterdir())}

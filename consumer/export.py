@@ -16,6 +16,7 @@ from torch import Tensor
 from consumer.shape import DrafterShape
 from consumer.zlab import ARCHITECTURE, check_tensors, config_json, shape_from_config_json
 from protocol.errors import RequestError
+from protocol.files import open_to_others
 
 FACTS_KEY = "draftwire"  # in config.json: what the drafter was trained for and on
 
@@ -35,6 +36,7 @@ def export(weights: Mapping[str, Tensor], shape: DrafterShape, out_dir: Path, fa
     try:
         tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in weights.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        open_to_others(folder / "model.safetensors")
         config = {**config_json(shape), FACTS_KEY: dict(facts)}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(readme(shape, facts), encoding="utf-8")

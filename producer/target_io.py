@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from producer.target import Target, run_text
 from protocol.errors import RequestError
+from protocol.files import open_to_others
 
 # bf16 rounds a factor by up to 0.4 %.
 _SCALE_TOLERANCE = 0.005
@@ -81,6 +82,7 @@ def save_atomically(path: Path, tensors: dict[str, torch.Tensor], metadata: Mapp
     part = path.with_name(f"{path.name}.part-{os.getpid()}")
     try:
         save_file(tensors, part, metadata=dict(metadata))
+        open_to_others(part)
         with part.open("rb") as stream:
             os.fsync(stream.fileno())
         part.replace(path)

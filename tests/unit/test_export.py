@@ -1,6 +1,7 @@
 """Export and load: exact, strict, atomic, and paired with its target."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,12 @@ def test_another_target_is_refused_with_both_values(key: str, value: int) -> Non
     check_pairing(SHAPE, target)
     with pytest.raises(RequestError, match=rf"{key} \d+ against {value}"):
         check_pairing(SHAPE, {**target, key: value})
+
+
+def test_others_may_read_what_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        export(weights(), SHAPE, tmp_path / "out", {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out/model.safetensors").stat().st_mode & 0o777 == 0o640
