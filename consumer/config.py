@@ -23,8 +23,8 @@ class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     mask_token: id that fills the slots to be predicted ("auto": `consumer.shape.resolve_shape`).
     layer_types: one of full_attention, sliding_attention per layer (None: all full). sliding_window: in tokens.
     init: what the layers start from: "random" weights, or the "target"'s last `layers` layers, which needs the
-    target's own heads, kv_heads, head_dim and mlp. init_from: folder of an exported drafter whose weights training
-    starts from.
+    target's own heads, kv_heads, head_dim and mlp. init_from: folder of an exported drafter, or of a checkpoint, whose
+    weights training starts from; init_optimiser: with the checkpoint's optimiser too.
     """
 
     kind: Literal["dflash"] = "dflash"
@@ -41,6 +41,7 @@ class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sliding_window: int | None = None
     init: Literal["random", "target"] = "random"
     init_from: str | None = None
+    init_optimiser: bool = False
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,6 +103,10 @@ def _check_drafter(drafter: DrafterConfig) -> None:
         value = getattr(drafter, name)
         if value is not None:
             _field(f"drafter.{name}", value, _at_least(1), "write at least 1, or leave it out")
+    if drafter.init_optimiser and drafter.init_from is None:
+        raise RequestError(
+            "drafter.init_optimiser needs drafter.init_from: name the checkpoint that holds the optimiser"
+        )
     if drafter.init == "target" and drafter.init_from is not None:
         raise RequestError(
             'drafter.init = "target" and drafter.init_from both say what the drafter starts from: remove one of them'

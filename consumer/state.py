@@ -10,6 +10,7 @@ from torch import Tensor
 from consumer.drafter import Drafter
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+MASTER = "master."  # begins the names of the fp32 weights
 
 
 def capture_weights(drafter: Drafter) -> dict[str, Tensor]:
@@ -24,7 +25,7 @@ def capture_state(drafter: Drafter, optimiser: torch.optim.Optimizer) -> dict[st
     """A copy on the host of everything that the next step depends on."""
     state: dict[str, Tensor] = {}
     for name, parameter in drafter.named_parameters():
-        state[f"master.{name}"] = parameter.detach().to("cpu", copy=True)
+        state[f"{MASTER}{name}"] = parameter.detach().to("cpu", copy=True)
         for moment in _MOMENTS:
             if parameter in optimiser.state:
                 state[f"{moment}.{name}"] = optimiser.state[parameter][moment].detach().to("cpu", copy=True)
@@ -35,7 +36,7 @@ def restore_state(drafter: Drafter, optimiser: torch.optim.Optimizer, state: Map
     """Puts back what `capture_state` took; dtypes are those that were saved."""
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
-            parameter.copy_(state[f"master.{name}"])
+            parameter.copy_(state[f"{MASTER}{name}"])
             if f"step.{name}" in state:
                 optimiser.state[parameter] = {
                     # AdamW keeps its counter as an fp32 tensor beside the moments when fused.

@@ -20,7 +20,7 @@ from consumer.checkpoint import Snapshot, read_state
 from consumer.checkpoints import read_cursor, read_manifest
 from consumer.config import DrafterConfig, EvalConfig, TrainConfig
 from consumer.drafter import Drafter, initialise, load
-from consumer.export import export, load_export
+from consumer.export import export
 from consumer.facts import export_facts
 from consumer.feed import Feed
 from consumer.reduce import join_ranks, leave_ranks
@@ -31,12 +31,13 @@ from consumer.target_ends import TargetEnds, read_target_ends
 from consumer.target_init import copy_target_layers
 from consumer.trainer import Trainer
 from consumer.walk import acceptance_row
+from consumer.warm_start import warm_start
 from protocol.arena import Arena
 from protocol.child import run_child
 from protocol.cpu import cpu_has_bfloat16
 from protocol.cursor import Cursor, cursor_at
 from protocol.dataset import TokenDataset
-from protocol.errors import RequestError, RunError
+from protocol.errors import RunError
 from protocol.job import Job, read_job, read_section, run_token
 from protocol.messages import Checkpointed, Report
 from protocol.peer import Peer, hello
@@ -196,18 +197,14 @@ class Rank:
     def _start_from(self) -> None:
         """The checkpoint to resume from, the export to start from, or fresh weights."""
         config = read_section(self.run_dir, "drafter", DrafterConfig)
-        init_from = config.init_from
         if self.job.checkpoint is not None:
             checkpoint = Path(self.job.checkpoint)
             cursor = read_cursor(checkpoint)
             self.samples_trained, self.tokens_trained = cursor.samples_trained, cursor.tokens_trained
             self.best = read_manifest(checkpoint).best_acceptance
             restore_state(self.drafter, self.trainer.optimiser, read_state(checkpoint))
-        elif init_from is not None:
-            weights, shape, _ = load_export(Path(init_from))
-            if shape != self.shape:
-                raise RequestError(f"drafter.init_from: {init_from} has another shape than [drafter] asks for")
-            load(self.drafter, weights)
+        elif config.init_from is not None:
+            warm_start(self.drafter, self.trainer.optimiser, Path(config.init_from), config.init_optimiser)
         else:
             initialise(self.drafter, self.config.seed)
             if config.init == "target":

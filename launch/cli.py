@@ -43,13 +43,26 @@ def hint(line: str) -> None:
 def run(
     config: ConfigArgument,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest good checkpoint, exactly")] = False,
+    fork: Annotated[
+        str | None,
+        typer.Option("--fork", metavar="CHECKPOINT", help="start from another run's weights, with a new plan"),
+    ] = None,
+    with_optimiser: Annotated[bool, typer.Option("--with-optimiser", help="fork the optimiser's state too")] = False,
     set_: SetOption = None,
 ) -> None:
     """Produce and train together, under supervision, to an exported drafter."""
-    from launch.config import load_config
+    from launch.config import fork_config, load_config
     from launch.run import run as run_training
 
-    raise typer.Exit(run_training(load_config(config, set_ or ()), resume, say))
+    loaded, forked_from = load_config(config, set_ or ()), None
+    if fork is not None:
+        from launch.checkpoint_commands import find_checkpoint
+
+        forked_from, checkpoint = find_checkpoint(fork)
+        loaded = fork_config(loaded, checkpoint, with_optimiser)
+    elif with_optimiser:
+        raise RequestError("--with-optimiser goes with --fork")
+    raise typer.Exit(run_training(loaded, resume, say, forked_from))
 
 
 @app.command()

@@ -80,13 +80,15 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     return _anchored(config, path)
 
 
-def read_resolved(run_dir: Path) -> Config:
-    """The configuration that a run folder was started with."""
-    path = run_dir / "config.resolved.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Config)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise RequestError(f"{path}: not a run's configuration ({error})") from None
+def fork_config(config: Config, checkpoint: Path, with_optimiser: bool) -> Config:
+    """The same configuration, starting from `checkpoint`: what `--fork` means."""
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        drafter=replace(
+            config.drafter, init="random", init_from=str(checkpoint.resolve()), init_optimiser=with_optimiser
+        ),
+    )
 
 
 def _override(data: dict[str, Any], override: str) -> Place:

@@ -18,6 +18,7 @@ import msgspec
 from consumer.checkpoints import newest_good
 from launch.config import Config
 from launch.crew import DONE, INTERRUPTED, Crew
+from launch.difference import differences
 from launch.machine import free_memory_bytes, processors, visible_gpus
 from launch.metrics import append_row
 from launch.placement import place
@@ -42,9 +43,10 @@ TICK_S = 0.1
 Say = Callable[[str], None]
 
 
-def run(config: Config, resume: bool, say: Say) -> int:
-    """Runs to the end of the plan, a stop or a failure; returns the exit code. Raises RequestError before anything
-    is started when the request cannot be carried out."""
+def run(config: Config, resume: bool, say: Say, forked_from: Path | None = None) -> int:
+    """Runs to the end of the plan, a stop or a failure; returns the exit code. `forked_from` is the folder of the run
+    whose weights the configuration starts from. Raises RequestError before anything is started when the request cannot
+    be carried out."""
     signals = Signals()
     run_dir = Path(config.run.dir) / config.run.name
     lock = RunLock(run_dir)
@@ -53,7 +55,7 @@ def run(config: Config, resume: bool, say: Say) -> int:
             raise RequestError(
                 f"{run_dir} already holds a run: --resume goes on with it, --set run.name=NAME starts another"
             )
-        return _run_locked(config, run_dir, signals, say)
+        return _run_locked(config, run_dir, forked_from or run_dir, signals, say)
     except Interrupted:
         say("interrupted at once; with --resume the same command goes on from the newest checkpoint")
         return STOPPED_AT_ONCE
@@ -61,7 +63,7 @@ def run(config: Config, resume: bool, say: Say) -> int:
         lock.release()
 
 
-def _run_locked(config: Config, run_dir: Path, signals: Signals, say: Say) -> int:
+def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, say: Say) -> int:
     gpus, free_bytes = visible_gpus(), free_memory_bytes()
     placement = place(config.gpus, len(gpus))
     if config.target.model == EMBEDDED:
@@ -80,6 +82,7 @@ def _run_locked(config: Config, run_dir: Path, signals: Signals, say: Say) -> in
         say(f"all {plan.total_steps} steps are done already")
         _say_all(describe(summarise(run_dir)), say)
         return DONE
+    _say_all(_differences(earlier, config), say)
     # Only now is it certain that this configuration is the run's: a refused one leaves the old one in place.
     _write_json(run_dir / "config.resolved.json", msgspec.to_builtins(config))
     write_job(run_dir, job)
@@ -165,6 +168,15 @@ def _supervise(job: Job, run_dir: Path, free_bytes: int, signals: Signals, say: 
 
 def _has_started(run_dir: Path) -> bool:
     return (run_dir / "metrics.jsonl").exists() or any((run_dir / "checkpoints").glob("step-*"))
+
+
+def _differences(earlier: Path, config: Config) -> list[str]:
+    """How the configuration differs from that of an earlier start, or of the run that it forks from."""
+    path = earlier / "config.resolved.json"
+    if not path.exists():
+        return []
+    then, now = json.loads(path.read_bytes()), json.loads(msgspec.json.encode(config))
+    return [f"{earlier.name} had another {line}" for line in differences(then, now)]
 
 
 def _write_json(path: Path, data: object) -> None:

@@ -162,10 +162,14 @@ def bill(found: Outline, dataset: TokenDataset, plan: Plan) -> dict[str, Any]:
 
 
 def _final_shape(config: Config, found: Outline, dataset: TokenDataset) -> DrafterShape:
-    """The shape with a mask token that the data never holds: special tokens first, then any other unused id."""
+    """The shape with a mask token that the data never holds: that of the drafter it starts from, then special tokens,
+    then any other unused id."""
     special = [int(token) for token in dataset.meta["unused_special_ids"]]
-    others = np.setdiff1d(np.arange(found.facts["vocab_size"]), dataset.occurring_ids())
-    return resolve_shape(config.drafter, found.facts, [*special, *others.tolist()])
+    unused = np.setdiff1d(np.arange(found.facts["vocab_size"]), dataset.occurring_ids()).tolist()
+    init_from = config.drafter.init_from
+    trained = [read_shape(Path(init_from)).mask_token_id] if init_from is not None else []
+    preferred = [token for token in (*trained, *special) if token in unused]
+    return resolve_shape(config.drafter, found.facts, [*preferred, *unused])
 
 
 def _refuse_what_cannot_fit(target_dir: Path, placement: Placement, gpus: Sequence[Gpu], free_bytes: int) -> None:
