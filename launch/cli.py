@@ -52,6 +52,7 @@ def run(
 ) -> None:
     """Produce and train together, under supervision, to an exported drafter."""
     from launch.config import fork_config, load_config
+    from launch.live import Screen
     from launch.run import run as run_training
 
     loaded, forked_from = load_config(config, set_ or ()), None
@@ -62,7 +63,9 @@ def run(
         loaded = fork_config(loaded, checkpoint, with_optimiser)
     elif with_optimiser:
         raise RequestError("--with-optimiser goes with --fork")
-    raise typer.Exit(run_training(loaded, resume, say, forked_from))
+    with Screen() as screen:
+        code = run_training(loaded, resume, screen, forked_from)
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -6,11 +6,10 @@ import queue
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+from launch.live import Screen
 from launch.machine import processors
-from launch.progress import progress_line
 from launch.signals import Interrupted, Signals
 from launch.supervise import Child
 from protocol.errors import RunError
@@ -22,20 +21,17 @@ from protocol.peer import Peer, hello
 # Exit codes of a consumer: the plan is done, or it stopped at a step boundary after a checkpoint.
 DONE, INTERRUPTED = 0, 75
 TICK_S = 0.1
-PROGRESS_S = 10.0
 # A producer that has died this often while the run made no step is not started again.
 DEATHS_A_STEP = 3
 GRACE_S = 20.0
-
-Say = Callable[[str], None]
 
 
 class Crew:
     """The processes of one start of a run and the launcher's line to the coordinator."""
 
-    def __init__(self, job: Job, run_dir: Path, ring_fd: int, signals: Signals, say: Say) -> None:
+    def __init__(self, job: Job, run_dir: Path, ring_fd: int, signals: Signals, screen: Screen) -> None:
         self._job, self._run_dir, self._ring_fd = job, run_dir, ring_fd
-        self._signals, self._say = signals, say
+        self._signals, self._screen = signals, screen
         token = secrets.token_hex(32)
         # Fixed whatever the number of producers is: results depend on the threads of a process.
         threads = max(1, min(processors() // 2, 8))
@@ -46,7 +42,6 @@ class Crew:
         self._children: dict[str, Child] = {}
         self._peer: Peer | None = None
         self._stopping = False
-        self._said_s = time.monotonic()
 
     def work(self) -> tuple[str, str]:
         """("done" | "interrupted", reason). Raises RunError with the line for the user, Interrupted."""
@@ -101,7 +96,7 @@ class Crew:
             raise Interrupted
         if self._signals.wishes == 1 and not self._stopping:
             self._stopping = True
-            self._say("stopping at the next step boundary, after a checkpoint (interrupt again to end at once)")
+            self._screen.say("stopping at the next step boundary, after a checkpoint (interrupt again to end at once)")
             self._tell(Order(order=STOP))
 
     def _tell(self, message: Order | Gone) -> None:
@@ -118,9 +113,7 @@ class Crew:
             match message:
                 case Snapshot(state=state):
                     self._step = state["step"]
-                    if time.monotonic() - self._said_s >= PROGRESS_S:
-                        self._said_s = time.monotonic()
-                        self._say(progress_line(state))
+                    self._screen.show(state)
                 case Error(text=text):
                     raise RunError(text)
                 case Stop(reason=reason):
@@ -143,7 +136,7 @@ class Crew:
                 self._deaths[name] = (self._step, deaths)
                 if code == 2 or deaths > DEATHS_A_STEP:
                     raise RunError(child.obituary())
-                self._say(f"{child.obituary()}; starting it again")
+                self._screen.say(f"{child.obituary()}; starting it again")
                 self._asleep[name] = time.monotonic() + 2.0 ** (deaths - 1) - 1.0
 
     def _consumer_codes(self) -> list[int | None]:

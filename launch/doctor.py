@@ -16,7 +16,7 @@ from protocol.cpu import cpu_has_bfloat16
 from protocol.errors import RequestError
 from protocol.units import show_bytes
 
-REQUIRED = ("torch", "transformers", "pyzmq", "msgpack", "msgspec", "numpy", "safetensors", "typer")
+REQUIRED = ("torch", "transformers", "pyzmq", "msgpack", "msgspec", "numpy", "safetensors", "typer", "rich")
 OPTIONAL = {
     "gguf": "the embedded default target cannot be converted: pip install gguf",
     "accelerate": "the embedded default target cannot be converted: pip install accelerate",

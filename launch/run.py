@@ -19,6 +19,7 @@ from consumer.checkpoints import newest_good
 from launch.config import Config
 from launch.crew import DONE, INTERRUPTED, Crew
 from launch.difference import differences
+from launch.live import Screen
 from launch.machine import free_memory_bytes, processors, visible_gpus
 from launch.metrics import append_row
 from launch.placement import place
@@ -43,7 +44,7 @@ TICK_S = 0.1
 Say = Callable[[str], None]
 
 
-def run(config: Config, resume: bool, say: Say, forked_from: Path | None = None) -> int:
+def run(config: Config, resume: bool, screen: Screen, forked_from: Path | None = None) -> int:
     """Runs to the end of the plan, a stop or a failure; returns the exit code. `forked_from` is the folder of the run
     whose weights the configuration starts from. Raises RequestError before anything is started when the request cannot
     be carried out."""
@@ -55,15 +56,16 @@ def run(config: Config, resume: bool, say: Say, forked_from: Path | None = None)
             raise RequestError(
                 f"{run_dir} already holds a run: --resume goes on with it, --set run.name=NAME starts another"
             )
-        return _run_locked(config, run_dir, forked_from or run_dir, signals, say)
+        return _run_locked(config, run_dir, forked_from or run_dir, signals, screen)
     except Interrupted:
-        say("interrupted at once; with --resume the same command goes on from the newest checkpoint")
+        screen.say("interrupted at once; with --resume the same command goes on from the newest checkpoint")
         return STOPPED_AT_ONCE
     finally:
         lock.release()
 
 
-def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, say: Say) -> int:
+def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, screen: Screen) -> int:
+    say = screen.say
     gpus, free_bytes = visible_gpus(), free_memory_bytes()
     placement = place(config.gpus, len(gpus))
     if config.target.model == EMBEDDED:
@@ -92,7 +94,7 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
         f"the ring takes {show_bytes(costs['ring_bytes'])}"
     )
     say(f"producers on {', '.join(job.producers)}; consumers on {', '.join(job.consumers)}; log files in {run_dir}/log")
-    return _supervise(job, run_dir, free_bytes, signals, say)
+    return _supervise(job, run_dir, free_bytes, signals, screen)
 
 
 def _set_up(config: Config, found: Outline, run_dir: Path, signals: Signals, say: Say) -> TokenDataset:
@@ -138,10 +140,10 @@ def _one_off(name: str, module: str, arguments: list[str], run_dir: Path, signal
         raise RunError(child.obituary())
 
 
-def _supervise(job: Job, run_dir: Path, free_bytes: int, signals: Signals, say: Say) -> int:
+def _supervise(job: Job, run_dir: Path, free_bytes: int, signals: Signals, screen: Screen) -> int:
     ring_fd = create_arena(job.slots, job.slot_bytes, free_bytes)
     try:
-        crew = Crew(job, run_dir, ring_fd, signals, say)
+        crew = Crew(job, run_dir, ring_fd, signals, screen)
         versions = {"draftwire": DRAFTWIRE_VERSION, "python": platform.python_version()}
         placement = {"producers": job.producers, "consumers": job.consumers}
         start = {"step": job.start_step, "versions": versions, "host": socket.gethostname(), "placement": placement}
@@ -162,7 +164,7 @@ def _supervise(job: Job, run_dir: Path, free_bytes: int, signals: Signals, say: 
     if state == "failed":
         raise RunError(reason)
     lines = describe(summarise(run_dir))
-    _say_all([lines[0].replace("running", state), *lines[1:]], say)
+    _say_all([lines[0].replace("running", state), *lines[1:]], screen.say)
     return DONE if state == "done" else INTERRUPTED
 
 

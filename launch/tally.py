@@ -62,6 +62,7 @@ class Tally:
             "loss": self._step.get("loss"),
             "accuracy": self._step.get("accuracy", []),
             "acceptance": self._eval.get("acceptance_mean"),
+            "acceptance_per_position": self._eval.get("acceptance_per_position", []),
             "producer_tokens_per_s": (produced - produced_then) / span_s,
             "consumer_tokens_per_s": (self._trained_tokens - trained_then) / span_s,
             "producer_wait_share": max(0.0, 1 - conductor.busy_s / running_s) if running_s else 0.0,

@@ -1,0 +1,93 @@
+"""What a run shows while it lives: a table that is redrawn on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from launch.progress import progress_line
+from protocol.units import show_bytes, show_seconds
+
+# First status after this long, then again as often: nobody should wonder whether it hangs.
+PLAIN_EVERY_S = 10.0
+RING_CELLS = 24
+
+
+class Screen:
+    """`say` prints a line that stays; `show` shows a coordinator snapshot (launch/tally.py)."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._shown_s = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False)
+        self._console.file.flush()
+
+    def show(self, state: dict[str, Any]) -> None:
+        if self._console.is_terminal:
+            if self._live is None:
+                self._live = Live(console=self._console, auto_refresh=False)
+                self._live.start()
+            self._live.update(view(state), refresh=True)
+        elif time.monotonic() - self._shown_s >= PLAIN_EVERY_S:
+            self._shown_s = time.monotonic()
+            self.say(progress_line(state))
+
+
+def view(state: dict[str, Any]) -> Table:
+    """The table of one snapshot."""
+    rows: list[tuple[str, str]] = []
+    eta = show_seconds(state["eta_s"]) if state["eta_s"] is not None else "not known yet"
+    rows.append(("step", f"{state['step']} of {state['steps']}, {eta} left"))
+    rows.append(("producers", _side(state, "producer")))
+    rows.append(("consumers", _side(state, "consumer")))
+    rows.append(("ring", _ring(state["ring"], state["ring_slots"])))
+    if state["loss"] is not None:
+        rows.append(("loss", f"{state['loss']:.3f}"))
+        rows.append(("accuracy by slot", _shares(state["accuracy"])))
+    if state["acceptance"] is not None:
+        rows.append(("acceptance length", f"{state['acceptance']:.3f}"))
+        rows.append(("k drafts accepted", _shares(state["acceptance_per_position"])))
+    rows.append(("streamed", show_bytes(state["bytes_streamed"])))
+    troubles = [f"{state[what]} {what}" for what in ("restarts", "quarantined", "numerics_changed") if state[what]]
+    if troubles:
+        rows.append(("troubles", ", ".join(troubles)))
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in rows:
+        table.add_row(name, Text(value))  # a bar in square brackets is no markup
+    return table
+
+
+def _side(state: dict[str, Any], side: str) -> str:
+    return f"{state[f'{side}_tokens_per_s']:,.0f} tokens/s, waiting {state[f'{side}_wait_share']:.0%}"
+
+
+def _ring(counts: dict[str, int], slots: int) -> str:
+    """A bar: # holds a block that waits for its consumer, + is being filled, . is empty."""
+    ready, filling = counts["ready"] + counts["delivered"], counts["leased"]
+    cells = min(slots, RING_CELLS)
+    full, half = round(cells * ready / slots), round(cells * filling / slots)
+    bar = ("#" * full + "+" * half).ljust(cells, ".")[:cells]
+    return f"[{bar}] {ready} ready, {filling} being filled, {slots} slots"
+
+
+def _shares(shares: list[float]) -> str:
+    return " ".join(f"{share:.2f}" for share in shares)
