@@ -23,6 +23,7 @@ from launch.live import Screen
 from launch.machine import free_memory_bytes, processors, visible_gpus
 from launch.metrics import append_row
 from launch.placement import place
+from launch.report import write_report
 from launch.runfolder import RunLock
 from launch.signals import Interrupted, Signals
 from launch.start import Outline, bill, check_resumable, dataset_folder, make_job, make_plan, outline
@@ -159,6 +160,7 @@ def _supervise(job: Job, run_dir: Path, free_bytes: int, signals: Signals, scree
         finally:
             crew.end()
             append_row(run_dir / "metrics.jsonl", "end", {"state": state, "reason": reason})
+            write_report(run_dir)
     finally:
         os.close(ring_fd)
     if state == "failed":

@@ -53,6 +53,10 @@ def test_a_run_trains_a_drafter_and_answers_for_it(workspace, as_json):
     assert sum(map(sum, measured["lengths"])) == measured["tokens"]
     assert as_json(workspace.draftwire("eval", "first@best", "--json"))["acceptance_mean"] >= status["acceptance_after"]
 
+    report = (folder / "report.md").read_text()
+    assert f"{status['acceptance_after']:.3f}" in report
+    assert (folder / "report/acceptance.svg").exists()
+
     exported = json.loads((folder / "export/config.json").read_text())
     assert exported["rope_theta"] == exported["rope_parameters"]["rope_theta"]
     assert "num_speculative_tokens" in (folder / "export/README.md").read_text()

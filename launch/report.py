@@ -1,0 +1,136 @@
+"""report.md: what a run was and what came of it, for somebody who was not there. Written when a run ends.
+
+Everything is read from the run's folder, so a report can be made again at any time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from launch.metrics import Row, of_kind, read_rows
+from launch.plot import Point, line_chart, smooth
+from launch.summary import summarise
+from protocol.units import show_bytes, show_seconds
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes `report.md` and its pictures into the run's folder; returns the report's path."""
+    rows = read_rows(run_dir / "metrics.jsonl")
+    pictures = _pictures(rows)
+    (run_dir / "report").mkdir(exist_ok=True)
+    for name, svg in pictures.items():
+        (run_dir / "report" / name).write_text(svg, encoding="utf-8")
+    text = report(
+        summarise(run_dir), rows, _read(run_dir / "config.resolved.json"), _read(run_dir / "plan.json"), pictures
+    )
+    path = run_dir / "report.md"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def report(
+    summary: dict[str, Any], rows: list[Row], config: dict[str, Any], plan: dict[str, Any], pictures: dict[str, str]
+) -> str:
+    """The report as Markdown. Pure."""
+    sections = [
+        f"# {summary['run']}: {summary['state']}",
+        summary["reason"] or "",
+        _what_ran(rows, config, plan),
+        _acceptance(summary, rows),
+        "\n\n".join(f"![{name.removesuffix('.svg')}](report/{name})" for name in pictures),
+        _stream(summary, rows),
+        _serving(summary, config),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _what_ran(rows: list[Row], config: dict[str, Any], plan: dict[str, Any]) -> str:
+    drafter, train = config["drafter"], config["train"]
+    starts = of_kind(rows, "start")
+    placement = starts[-1]["placement"] if starts else {"producers": [], "consumers": []}
+    lived_s = rows[-1]["time"] - rows[0]["time"] if rows else 0.0
+    lines = [
+        f"- target: `{config['target']['model']}`",
+        f"- data: {', '.join('`' + source['path'] + '`' for source in config['data']['train'])}; {plan['samples']:,} "
+        f"samples, {plan['tokens']:,} tokens",
+        f"- drafter: {drafter['layers']} layers, block size {drafter['block_size']}, taps {drafter['taps']}",
+        f"- plan: {plan['epochs']} epochs, {plan['steps']:,} steps of about {train['batch_tokens']:,} tokens; "
+        f"{train['schedule']} schedule, rate {train['lr']:g}, loss {train['loss']}",
+        f"- producers on {', '.join(placement['producers'])}; consumers on {', '.join(placement['consumers'])}",
+        f"- {len(starts)} start(s) over {show_seconds(lived_s)}",
+    ]
+    return "## What ran\n\n" + "\n".join(lines)
+
+
+def _acceptance(summary: dict[str, Any], rows: list[Row]) -> str:
+    evaluations = of_kind(rows, "eval")
+    if not evaluations:
+        return "## Acceptance length\n\nNot measured: `data.eval` names no held-out prompts."
+    lines = ["| | acceptance length | 95 % interval | k drafts accepted, k = 1, 2, ... |", "|---|---|---|---|"]
+    for name, row in (of_kind(rows, "baseline") or [{}])[-1].items():
+        if isinstance(row, dict):
+            lines.append(_line(f"{name} baseline", row))
+    lines += [_line(f"after {row['step']} steps", row) for row in evaluations]
+    last = evaluations[-1]
+    words = (
+        f"Tokens committed per verification of the target, bonus token included, on {last['prompts']} held-out prompts "
+        f"({last['tokens']:,} tokens), walked over the target's own greedy answers. 1.0 is no gain."
+    )
+    return f"## Acceptance length\n\n{words}\n\n" + "\n".join(lines)
+
+
+def _line(name: str, row: dict[str, Any]) -> str:
+    low, high = row["interval"]
+    positions = " ".join(f"{share:.2f}" for share in row["acceptance_per_position"])
+    return f"| {name} | {row['acceptance_mean']:.3f} | {low:.3f} to {high:.3f} | {positions} |"
+
+
+def _stream(summary: dict[str, Any], rows: list[Row]) -> str:
+    events = [row for row in of_kind(rows, "event") if row["what"] != "checkpoint"]
+    waits = [(side, summary[f"{side}_wait_share"]) for side in ("producer", "consumer")]
+    lines = [
+        f"- streamed {show_bytes(summary['bytes_streamed'])}; a full dump of one epoch would have taken "
+        f"{show_bytes(summary['full_dump_bytes'] or 0)} of disk",
+        *(f"- {side}s waited {share:.0%} of their time" for side, share in waits if share is not None),
+        f"- restarts: {summary['restarts']}; quarantined samples: {summary['quarantined']}",
+        *(f"- {row['what']}: {row['text']}" for row in events),
+    ]
+    return "## The stream\n\n" + "\n".join(lines)
+
+
+def _serving(summary: dict[str, Any], config: dict[str, Any]) -> str:
+    if summary["export"] is None:
+        return "## The drafter\n\nNot exported yet: `draftwire export RUN OUT` does it from any checkpoint."
+    block_size = config["drafter"]["block_size"]
+    return (
+        f"## The drafter\n\nIn `{summary['export']}`, whose README.md says how to serve it: {block_size - 1} "
+        f"speculative tokens in vLLM, {block_size} draft tokens in SGLang."
+    )
+
+
+def _pictures(rows: list[Row]) -> dict[str, str]:
+    steps, evaluations = of_kind(rows, "step"), of_kind(rows, "eval")
+    pictures: dict[str, str] = {}
+    if steps:
+        found = [(row["step"], row["loss"]) for row in steps if row["loss"] is not None]
+        pictures["loss.svg"] = _curve("loss (running mean)", found)
+        found = [(row["step"], row["accuracy"][0]) for row in steps]
+        pictures["accuracy.svg"] = _curve("accuracy of the first drafted token, in training (running mean)", found)
+    if evaluations:
+        baseline = (of_kind(rows, "baseline") or [{}])[-1]
+        levels = {name: row["acceptance_mean"] for name, row in baseline.items() if isinstance(row, dict)}
+        curve = [(row["step"], row["acceptance_mean"]) for row in evaluations]
+        pictures["acceptance.svg"] = line_chart("acceptance length, held out", "step", curve, levels)
+    return pictures
+
+
+def _curve(title: str, points: list[Point]) -> str:
+    means = smooth([y for _, y in points])
+    return line_chart(title, "step", list(zip([x for x, _ in points], means, strict=True)), {})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
