@@ -105,6 +105,10 @@ def _convert(gguf: Path, folder: Path) -> None:
     import transformers
     from tokenizers import pre_tokenizers
 
+    from producer.quiet import hush
+
+    hush()
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     # The GGUF path of transformers drops the digit split that this tokenizer was trained with.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -13,10 +13,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import transformers
 
 from producer.drafter_init import init_fingerprint, write_drafter_init
 from producer.evalshard import held_out_prompts, shard_fingerprint, write_eval_shard
@@ -80,9 +78,6 @@ def run_setup(args: SetupArgs, say: Callable[[str], None]) -> TokenDataset:
 
 def main(path: str) -> None:
     """Runs the set-up that the JSON file `path` describes. Raises RequestError."""
-    logging: Any = transformers.utils.logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
         args = msgspec.json.decode(Path(path).read_bytes(), type=SetupArgs)
     except (OSError, msgspec.MsgspecError) as error:

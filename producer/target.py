@@ -12,6 +12,7 @@ from torch import nn
 
 from producer.config import TargetConfig
 from producer.locate import feature_dtype, read_target_facts
+from producer.quiet import hush
 from protocol.errors import RequestError
 
 
@@ -39,6 +40,7 @@ def load_target(folder: Path, config: TargetConfig, device: str) -> Target:
     Raises RequestError when transformers does not know the architecture, when the checkpoint lacks tensors (they would
     silently be random), or when decoder layers, embedding or output head cannot be told apart.
     """
+    hush()
     facts = read_target_facts(folder)
     options: dict[str, Any] = {
         "dtype": getattr(torch, feature_dtype(config, facts, device)),

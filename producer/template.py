@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from producer.chat import Conversation, Message
 from producer.config import Thinking
+from producer.quiet import hush
 from producer.rows import SkipRow
 from protocol.errors import RequestError
 
@@ -45,6 +46,7 @@ class Tokenised:
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """The target's tokenizer. Raises RequestError when it cannot report character offsets."""
+    hush()
     loader: Any = transformers.AutoTokenizer
     try:
         tokenizer = loader.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
