@@ -4,24 +4,6 @@ from __future__ import annotations
 
 import json
 
-STATUS_KEYS = {
-    "state",
-    "step",
-    "steps",
-    "epoch",
-    "samples_trained",
-    "tokens_trained",
-    "loss",
-    "acceptance_before",
-    "acceptance_after",
-    "producer_wait_share",
-    "consumer_wait_share",
-    "bytes_streamed",
-    "full_dump_bytes",
-    "quarantined",
-    "restarts",
-    "export",
-}
 EVAL_KEYS = {
     "acceptance_mean",
     "acceptance_token_weighted",
@@ -39,8 +21,7 @@ def test_a_run_trains_a_drafter_and_answers_for_it(workspace, as_json):
     folder = workspace.runs / "first"
 
     status = as_json(workspace.draftwire("status", "first", "--json"))
-    assert set(status) >= STATUS_KEYS
-    assert status["state"] == "done"
+    assert status["state"] == "done"  # which keys there are is tests/unit/test_summary.py's
     assert status["step"] == status["steps"] == len(workspace.losses("first"))
     assert status["samples_trained"] == 64 * 12
     assert status["restarts"] == status["quarantined"] == 0
