@@ -12,6 +12,8 @@ import msgspec
 
 from protocol.errors import RequestError
 
+LARGEST = 2**48
+MOST_EPOCHS = 100_000
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -135,7 +137,8 @@ def _check_drafter(drafter: DrafterConfig) -> None:
 
 
 def _check_train(train: TrainConfig) -> None:
-    for name in ("epochs", "batch_tokens", "anchors", "checkpoint_every", "keep_checkpoints"):
+    _field("train.epochs", train.epochs, lambda value: 1 <= value <= MOST_EPOCHS, f"write 1 to {MOST_EPOCHS}")
+    for name in ("batch_tokens", "anchors", "checkpoint_every", "keep_checkpoints"):
         _field(f"train.{name}", getattr(train, name), _at_least(1), "write at least 1")
     if train.max_steps is not None:
         _field("train.max_steps", train.max_steps, _at_least(1), "write at least 1, or leave it out")
@@ -152,12 +155,13 @@ def _check_train(train: TrainConfig) -> None:
     _field("train.weight_decay", train.weight_decay, _at_least(0), "write 0 or more")
     _field("train.grad_clip", train.grad_clip, _above(0), "write a positive number such as 1.0")
     _field("train.quarantine_limit", train.quarantine_limit, lambda value: 0 <= value <= 1, "write a share, 0 to 1")
-    _field("train.seed", train.seed, lambda value: 0 <= value < 2**63, "write 0 to 2**63 - 1")
+    _field("train.seed", train.seed, _at_least(0), "write 0 or a number below 2**48")
 
 
 def _field(name: str, value: float, ok: Callable[[float], bool], advice: str) -> None:
-    # NaN and infinity pass every comparison of one kind or another, so they are refused by themselves.
-    if not math.isfinite(value) or not ok(value):
+    # NaN and infinity pass every comparison of one kind or another, so they are refused by themselves; what is larger
+    # than any machine is a slip of the hand.
+    if not math.isfinite(value) or abs(value) > LARGEST or not ok(value):
         raise RequestError(f"{name} is {value}: {advice}")
 
 

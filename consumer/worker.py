@@ -112,7 +112,9 @@ class Rank:
                 epoch = self.plan.locate(step - 1)[0]
                 self.report("step", {"step": step, "epoch": epoch} | result.row() | trained | clock)
             self._at_boundary(step)
-        self._export(step)
+        self.saver.wait()
+        if not self.saver.last_error:
+            self._export(step)
         return self._leave(0)
 
     def report(self, kind: str, row: dict[str, Any]) -> None:

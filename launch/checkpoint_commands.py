@@ -18,9 +18,9 @@ def find_checkpoint(name: str) -> tuple[Path, Path]:
     run_dir = find_run(run_name)
     folder = run_dir / "checkpoints"
     if not which:
-        found, _ = newest_good(folder)
+        found, damaged = newest_good(folder)
         if found is None:
-            raise RequestError(f"{run_dir}: no checkpoint yet")
+            raise RequestError(f"{run_dir}: no checkpoint that can be used" + "".join(f"; {line}" for line in damaged))
         return run_dir, found
     checkpoint = folder / (f"step-{int(which):06d}" if which.isdecimal() else which)
     if not checkpoint.exists():

@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None, command: Callable[..., Any] = app) 
     """The console script: errors raised on purpose become one line and an exit code (2 wrong request, 1 failed)."""
     try:
         command(arguments)
-    except DraftwireError as error:
+    except (DraftwireError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, RequestError) else 1)
 

@@ -69,6 +69,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     try:
         _refuse_unknown_keys(Config, data, "")
         config = msgspec.convert(data, Config)
+        _check_run(config.run)
         check_producer(config.target, config.data)
         check_consumer(config.drafter, config.train, config.eval)
     except RequestError as error:
@@ -78,6 +79,12 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
         said = f"{place.strip('`')}: {reason}" if place else reason
         raise RequestError(f"{path}{_line(lines, said)}: {said}") from None
     return _anchored(config, path)
+
+
+def _check_run(run: RunConfig) -> None:
+    wrong = run.name in (".", "..") or any(letter in "/\\" or not letter.isprintable() for letter in run.name)
+    if wrong or len(run.name.encode()) > 200:
+        raise RequestError(f"run.name is {run.name!r}: write a file name of at most 200 bytes, without a slash")
 
 
 def fork_config(config: Config, checkpoint: Path, with_optimiser: bool) -> Config:

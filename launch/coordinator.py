@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from launch.conductor import LAUNCHER, Conductor
-from launch.metrics import append_row
+from launch.metrics import Journal
 from launch.tally import Tally
 from protocol import sockets
 from protocol.child import run_child
@@ -30,6 +30,7 @@ HEARTBEAT_S = 2.0
 SNAPSHOT_S = 1.0
 STREAM_ROW_S = 10.0
 POLL_MS = 200
+FRAMES_A_TURN = 256
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +44,12 @@ class Coordinator:
         plan = Plan(dataset.lengths, dataset.eligible, self.job.plan, dataset.fingerprint)
         self.conductor = Conductor(self.job, plan, dataset)
         self.tally = Tally(self.job, plan.total_steps)
-        self._metrics = run_dir / "metrics.jsonl"
+        self._journal = Journal(run_dir / "metrics.jsonl")
         self._router = router
         self._envelope = Envelope(self.job.run_id, self.job.incarnation)
         self._token = run_token()
+        roles = (("producer", self.job.producers), ("consumer", self.job.consumers))
+        self._expected = {LAUNCHER, *(f"{role}-{index}" for role, devices in roles for index in range(len(devices)))}
         self._identities: dict[str, bytes] = {}
         self._names: dict[bytes, str] = {}
         self._due = dict.fromkeys((HEARTBEAT_S, SNAPSHOT_S, STREAM_ROW_S), time.monotonic())
@@ -55,14 +58,17 @@ class Coordinator:
         """Until the launcher orders the end. Raises ProtocolError when a message cannot be from this run."""
         while not self.conductor.ended:
             if self._router.poll(POLL_MS):
-                while self._router.poll(0) and not self.conductor.ended:
+                # A bounded turn: a flood of frames must not keep answers and heartbeats waiting.
+                for _ in range(FRAMES_A_TURN):
+                    if self.conductor.ended or not self._router.poll(0):
+                        break
                     # A frame is one part; of several, which no peer of ours sends, the whole is refused.
                     identity, *parts = self._router.recv_multipart()
                     self._receive(identity, b"".join(parts))
             self._flush()
             self._tick(time.monotonic())
         self._flush()
-        append_row(self._metrics, "stream", self._state(time.monotonic()))
+        self._journal.write("stream", self._state(time.monotonic()))
 
     def _receive(self, identity: bytes, frame: bytes) -> None:
         try:
@@ -78,11 +84,10 @@ class Coordinator:
     def _join(self, identity: bytes, hello: Hello, envelope: Envelope) -> None:
         reason = self._refusal(hello, envelope)
         if reason is not None:
-            log.warning("refused %s (pid %s): %s", hello.name, hello.pid, reason)
+            log.warning("refused %r (pid %s): %s", hello.name, hello.pid, reason)
             self._send_to(identity, Reject(reason=reason))
             return
         log.info("%s joined (pid %s on %s)", hello.name, hello.pid, hello.host)
-        self._names.pop(self._identities.get(hello.name, b""), None)
         self._identities[hello.name], self._names[identity] = identity, hello.name
         welcome = Welcome(slots=self.job.slots, slot_bytes=self.job.slot_bytes, heartbeat_s=HEARTBEAT_S)
         self._send_to(identity, welcome)
@@ -95,6 +100,10 @@ class Coordinator:
             return f"this is run {self.job.run_id}, not {envelope.run}"
         if hello.schema != self.job.schema:
             return "target, taps, dtype or plan differ from this run's"
+        if hello.name not in self._expected:
+            return "this run has no such peer"
+        if hello.name in self._identities:
+            return "a peer of this name has joined already"
         return None
 
     def _dispatch(self, name: str, message: AnyMessage) -> None:
@@ -105,7 +114,7 @@ class Coordinator:
 
     def _flush(self) -> None:
         for kind, row in self.conductor.rows:
-            append_row(self._metrics, kind, row)
+            self._journal.write(kind, row)
             if kind == "event":
                 self.tally.event(row)
                 log.info("%s", row["text"])
@@ -129,7 +138,7 @@ class Coordinator:
         if self._is_due(SNAPSHOT_S, now) and (launcher := self._identities.get(LAUNCHER)):
             self._send_to(launcher, Snapshot(state=self._state(now)))
         if self._is_due(STREAM_ROW_S, now):
-            append_row(self._metrics, "stream", self._state(now))
+            self._journal.write("stream", self._state(now))
 
     def _is_due(self, every_s: float, now: float) -> bool:
         if now < self._due[every_s]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +28,9 @@ class Screen:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        # A reader that went away (`| head`, a closed terminal) must not end the run that it watched.
+        self._console.on_broken_pipe = self._forget_reader  # type: ignore[method-assign]
+        self._reader_gone = False
         self._live: Live | None = None
         self._shown_s = time.monotonic()
 
@@ -34,14 +40,31 @@ class Screen:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._attempt(lambda: self._live.stop() if self._live is not None else None)
 
     def say(self, line: str) -> None:
+        self._attempt(lambda: self._print(line))
+
+    def show(self, state: dict[str, Any]) -> None:
+        self._attempt(lambda: self._show(state))
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        if not self._reader_gone:
+            try:
+                write()
+            except OSError:
+                self._forget_reader()
+
+    def _forget_reader(self) -> None:
+        self._reader_gone = True
+        # What is still buffered would fail again when the interpreter flushes it at its end.
+        sys.stdout = self._console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (for good)
+
+    def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False)
         self._console.file.flush()
 
-    def show(self, state: dict[str, Any]) -> None:
+    def _show(self, state: dict[str, Any]) -> None:
         if self._console.is_terminal:
             if self._live is None:
                 self._live = Live(console=self._console, auto_refresh=False)
@@ -49,7 +72,7 @@ class Screen:
             self._live.update(view(state), refresh=True)
         elif time.monotonic() - self._shown_s >= PLAIN_EVERY_S:
             self._shown_s = time.monotonic()
-            self.say(progress_line(state))
+            self._print(progress_line(state))
 
 
 def view(state: dict[str, Any]) -> Table:
@@ -67,7 +90,11 @@ def view(state: dict[str, Any]) -> Table:
         rows.append(("acceptance length", f"{state['acceptance']:.3f}"))
         rows.append(("k drafts accepted", _shares(state["acceptance_per_position"])))
     rows.append(("streamed", show_bytes(state["bytes_streamed"])))
-    troubles = [f"{state[what]} {what}" for what in ("restarts", "quarantined", "numerics_changed") if state[what]]
+    troubles = [
+        f"{state[what]} {what}"
+        for what in ("restarts", "quarantined", "numerics_changed", "checkpoints_failed")
+        if state[what]
+    ]
     if troubles:
         rows.append(("troubles", ", ".join(troubles)))
     table = Table(show_header=False, box=None, pad_edge=False)

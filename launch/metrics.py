@@ -14,18 +14,42 @@ comes again, so those rows are superseded.
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+WAITING_ROWS = 10_000
+
+log = logging.getLogger(__name__)
 
 
 def to_json(answer: Any) -> str:
     """One line of JSON. NaN and infinity, which JSON does not have, become null."""
     return json.dumps(json.loads(json.dumps(answer), parse_constant=lambda _: None))
+
+
+class Journal:
+    """Appends rows for as long as the run lives. Rows that a full disk refuses wait, the newest WAITING_ROWS of them,
+    and are written when there is room again: a run does not die of its notes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: deque[tuple[str, Row]] = deque(maxlen=WAITING_ROWS)
+
+    def write(self, kind: str, row: Row) -> None:
+        self._waiting.append((kind, {"time": round(time.time(), 3)} | row))
+        try:
+            while self._waiting:
+                append_row(self._path, *self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            log.warning("%s: %s; %d rows wait", self._path, error, len(self._waiting))
 
 
 def append_row(path: Path, kind: str, row: Row) -> None:
@@ -36,20 +60,23 @@ def append_row(path: Path, kind: str, row: Row) -> None:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else b"\n" + line
-        file.write(line)
+        if file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows that count, oldest first: superseded `step` and `eval` rows are left out, as is a torn last line."""
+    """The rows that count, oldest first: superseded `step` and `eval` rows are left out, as is what is no row."""
     rows: list[Row] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return rows
     for line in lines:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
+            continue
+        if not isinstance(row, dict) or "kind" not in row:
             continue
         if row["kind"] == "start":
             rows = [old for old in rows if old["kind"] not in ("step", "eval") or _counts(old["step"], row["step"])]

@@ -23,8 +23,8 @@ def progress_line(state: dict[str, Any]) -> str:
         f"ring {filled} ready + {ring['leased']} filling of {state['ring_slots']}",
         f"waits: producer {state['producer_wait_share']:.0%} consumer {state['consumer_wait_share']:.0%}",
     ]
-    for what in ("restarts", "quarantined"):
+    for what in ("restarts", "quarantined", "checkpoints_failed"):
         if state[what]:
-            parts.append(f"{what} {state[what]}")
+            parts.append(f"{what.replace('_', ' ')} {state[what]}")
     parts.append(f"left {show_seconds(state['eta_s'])}" if state["eta_s"] is not None else "left: not known yet")
     return " | ".join(parts)

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from consumer.checkpoints import newest_good
+from launch.checkpoint_commands import export_checkpoint
 from launch.config import Config
 from launch.crew import DONE, INTERRUPTED, Crew
 from launch.difference import differences
@@ -51,6 +52,7 @@ def run(config: Config, resume: bool, screen: Screen, forked_from: Path | None =
     be carried out."""
     signals = Signals()
     run_dir = Path(config.run.dir) / config.run.name
+    _refuse_blocked_export(run_dir)
     lock = RunLock(run_dir)
     try:
         if _has_started(run_dir) and not resume:
@@ -81,9 +83,12 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
     _say_all([*notes, *more], say)
     costs = bill(found, dataset, plan)
     _write_json(run_dir / "plan.json", costs)
-    if job.start_step >= plan.total_steps:
+    if checkpoint is not None and job.start_step >= plan.total_steps:
         say(f"all {plan.total_steps} steps are done already")
-        _say_all(describe(summarise(run_dir)), say)
+        if not (run_dir / "export").exists():
+            export_checkpoint(str(run_dir), run_dir / "export")
+            append_row(run_dir / "metrics.jsonl", "end", {"state": "done", "reason": ""})
+        _say_all(_ended(run_dir, "done"), say)
         return DONE
     _say_all(_differences(earlier, config), say)
     # Only now is it certain that this configuration is the run's: a refused one leaves the old one in place.
@@ -159,14 +164,12 @@ def _supervise(job: Job, run_dir: Path, free_bytes: int, signals: Signals, scree
             raise
         finally:
             crew.end()
-            append_row(run_dir / "metrics.jsonl", "end", {"state": state, "reason": reason})
-            write_report(run_dir)
+            _close(run_dir, state, reason, screen.say)
     finally:
         os.close(ring_fd)
     if state == "failed":
         raise RunError(reason)
-    lines = describe(summarise(run_dir))
-    _say_all([lines[0].replace("running", state), *lines[1:]], screen.say)
+    _say_all(_ended(run_dir, state), screen.say)
     return DONE if state == "done" else INTERRUPTED
 
 
@@ -174,12 +177,36 @@ def _has_started(run_dir: Path) -> bool:
     return (run_dir / "metrics.jsonl").exists() or any((run_dir / "checkpoints").glob("step-*"))
 
 
+def _refuse_blocked_export(run_dir: Path) -> None:
+    export = run_dir / "export"
+    if export.exists() and not (export / "config.json").is_file():
+        raise RequestError(
+            f"{export} is in the way of the drafter and is no export: remove it or choose another run.name"
+        )
+
+
+def _close(run_dir: Path, state: str, reason: str, say: Say) -> None:
+    """The last row and the report. A full disk costs these, not the exit code."""
+    try:
+        append_row(run_dir / "metrics.jsonl", "end", {"state": state, "reason": reason})
+        write_report(run_dir)
+    except OSError as error:
+        say(f"the end of this run could not be written down: {error}")
+
+
+def _ended(run_dir: Path, state: str) -> list[str]:
+    """The summary of a run that has ended; its lock, still held here, makes it look alive."""
+    first, *others = describe(summarise(run_dir))
+    return [first.replace("running", state), *others]
+
+
 def _differences(earlier: Path, config: Config) -> list[str]:
     """How the configuration differs from that of an earlier start, or of the run that it forks from."""
     path = earlier / "config.resolved.json"
-    if not path.exists():
+    try:
+        then, now = json.loads(path.read_bytes()), json.loads(msgspec.json.encode(config))
+    except (OSError, ValueError):
         return []
-    then, now = json.loads(path.read_bytes()), json.loads(msgspec.json.encode(config))
     return [f"{earlier.name} had another {line}" for line in differences(then, now)]
 
 

@@ -36,8 +36,11 @@ class RunLock:
     """Held by the launcher for as long as the run lives; the kernel lets go of it however the launcher ends."""
 
     def __init__(self, run_dir: Path) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RequestError(f"{run_dir}: {error.strerror}; run.dir and run.name say where a run goes") from None
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
         except BlockingIOError:

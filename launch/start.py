@@ -57,6 +57,8 @@ def outline(config: Config, target_dir: Path, placement: Placement, gpus: Sequen
     facts = read_target_facts(target_dir)
     shape = resolve_shape(config.drafter, facts, range(facts["vocab_size"]))
     dtype = feature_dtype(config.target, facts, placement.producers[0])
+    if config.drafter.init_from is not None:
+        _check_init_from(Path(config.drafter.init_from), shape)
     _refuse_what_cannot_fit(target_dir, placement, gpus, free_bytes)
     train = config.train
     asked_tokens, asked_draft_tokens = train.microbatch_tokens, train.microbatch_draft_tokens
@@ -170,6 +172,18 @@ def _final_shape(config: Config, found: Outline, dataset: TokenDataset) -> Draft
     trained = [read_shape(Path(init_from)).mask_token_id] if init_from is not None else []
     preferred = [token for token in (*trained, *special) if token in unused]
     return resolve_shape(config.drafter, found.facts, [*preferred, *unused])
+
+
+def _check_init_from(folder: Path, shape: DrafterShape) -> None:
+    """The mask token may still become that of `folder`; all else must be the same."""
+    try:
+        trained = read_shape(folder)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"drafter.init_from: {folder} is neither an export nor a checkpoint ({error})") from None
+    then, now = msgspec.to_builtins(trained), msgspec.to_builtins(shape)
+    differing = [name for name in then if name != "mask_token_id" and then[name] != now[name]]
+    if differing:
+        raise RequestError(f"drafter.init_from: {folder} has another {', '.join(differing)} than [drafter] asks for")
 
 
 def _refuse_what_cannot_fit(target_dir: Path, placement: Placement, gpus: Sequence[Gpu], free_bytes: int) -> None:

@@ -25,7 +25,7 @@ class Tally:
         self._steps_here = 0
         self._history: deque[tuple[float, int, int]] = deque()
         self._trained_tokens = 0
-        self._restarts = 0
+        self._restarts = self._failed_checkpoints = 0
 
     def note(self, message: AnyMessage | Message, now: float) -> None:
         """A message that passed through the coordinator at monotonic time `now`."""
@@ -43,6 +43,7 @@ class Tally:
     def event(self, row: dict[str, Any]) -> None:
         """A row of kind "event" that was written."""
         self._restarts += row["what"] == "gone"
+        self._failed_checkpoints += row["what"] == "checkpoint failed"
 
     def state(self, conductor: Conductor, now: float) -> dict[str, Any]:
         """The snapshot that the live view, `metrics.jsonl` and `status` share; waits are shares of each side's time."""
@@ -72,6 +73,7 @@ class Tally:
             "bytes_streamed": conductor.streamed_bytes,
             "quarantined": len(conductor.ledger.quarantined),
             "restarts": self._restarts,
+            "checkpoints_failed": self._failed_checkpoints,
             "numerics_changed": conductor.numerics_changed,
             "eta_s": self._step_s / self._steps_here * left if self._steps_here else None,
         }

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 
 from producer.config import TargetConfig
@@ -58,6 +59,8 @@ def load_target(folder: Path, config: TargetConfig, device: str) -> Target:
             model, info = multimodal.from_pretrained(folder, **options)
         except ValueError:
             raise RequestError(f"{folder}: transformers cannot load it: {str(refused).splitlines()[0]}") from refused
+    except (OSError, SafetensorError) as error:
+        raise RequestError(f"{folder}: the weights cannot be read: {error}") from None
     absent = sorted([*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])])
     if absent:
         extra = ", ".join(sorted(info["unexpected_keys"])[:8]) or "none"

@@ -51,7 +51,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         tokenizer = loader.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise RequestError(f"{folder}: no usable tokenizer: {str(error).splitlines()[0]}") from None
+        raise RequestError(f"{folder}: no usable tokenizer: {' '.join(str(error).split())[:300]}") from None
     if not tokenizer.is_fast:
         raise RequestError(f"{folder}: only a slow tokenizer; loss masks need a tokenizer.json with offsets")
     return tokenizer

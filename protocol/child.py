@@ -31,7 +31,9 @@ def run_child(name: str, body: Callable[[], None]) -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s", stream=sys.stdout, force=True)
     try:
         body()
-    except DraftwireError as error:
+    except (DraftwireError, OSError) as error:
+        if isinstance(error, OSError):
+            logging.exception("unexpected, but it may be the machine's and not ours")
         print(f"{ERROR_PREFIX}{error}", flush=True)
         sys.exit(2 if isinstance(error, RequestError) else 1)
 

@@ -46,7 +46,7 @@ def decode(frame: bytes) -> tuple[Envelope, AnyMessage]:
         raise ProtocolError(f"not a map but {type(fields).__name__}")
     version = fields.pop("v", None)
     if type(version) is not int or version != PROTOCOL_VERSION:  # True and 1.0 equal 1
-        raise ProtocolError(f"protocol version {version!r}, this side speaks {PROTOCOL_VERSION}")
+        raise ProtocolError(f"protocol version {version!r:.40}, this side speaks {PROTOCOL_VERSION}")
     try:
         head = {"run": fields.pop("run", None), "incarnation": fields.pop("inc", None)}
         return msgspec.convert(head, Envelope), msgspec.convert(fields, AnyMessage, builtin_types=(bytes,))

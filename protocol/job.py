@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from protocol.errors import ProtocolError
+from protocol.errors import ProtocolError, RequestError
 from protocol.plan import PlanParams
 
 TOKEN_VARIABLE = "DRAFTWIRE_RUN_TOKEN"
@@ -53,9 +53,12 @@ def read_job(run_dir: Path) -> Job:
 
 
 def read_section(run_dir: Path, name: str, kind: type[Section]) -> Section:
-    """One section of the run's resolved configuration, for the process that it configures."""
-    sections = msgspec.json.decode((run_dir / "config.resolved.json").read_bytes())
-    return msgspec.convert(sections[name], kind)
+    """One section of the run's resolved configuration. Raises RequestError when the file is damaged."""
+    path = run_dir / "config.resolved.json"
+    try:
+        return msgspec.convert(msgspec.json.decode(path.read_bytes())[name], kind)
+    except (OSError, KeyError, TypeError, msgspec.MsgspecError) as error:
+        raise RequestError(f"{path}: not a run's configuration ({error})") from None
 
 
 def run_token() -> str:

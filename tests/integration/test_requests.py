@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -20,6 +21,10 @@ CASES = {
     "missing data": (["--set", 'data.train=[{path="nowhere.jsonl"}]'], ["nowhere.jsonl"]),
     "missing target": (["--set", "target.model=/nowhere/at/all"], ["/nowhere/at/all"]),
     "split without consumers": (["--set", 'gpus.split="1:0"'], ["gpus.split"]),
+    "a number no machine holds": (["--set", "train.batch_tokens=99999999999999999999999"], ["train.batch_tokens"]),
+    "epochs without end": (["--set", "train.epochs=9223372036854775807"], ["train.epochs"]),
+    "a name that leaves the folder": (["--set", "run.name=../escaped"], ["run.name"]),
+    "nothing to start from": (["--set", "drafter.init_from=/nowhere"], ["drafter.init_from", "/nowhere"]),
     "mask token in use": (["--set", "drafter.mask_token=1"], ["mask_token"]),
     "text for a size": (["--set", 'ring.bytes="much"'], ["ring.bytes", "much"]),
 }
@@ -85,3 +90,18 @@ def test_resume_with_other_steps_drafter_or_target_is_refused_and_loses_nothing(
 def test_the_command_line_starts_without_torch():
     code = "import sys, launch.cli; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'zmq')))"
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=30, check=False).returncode == 0
+
+
+def test_an_export_that_is_missing_is_made_up_for_and_one_in_the_way_is_refused_at_once(workspace):
+    short = ("--set", "train.max_steps=4")
+    assert workspace.run("late", *short).returncode == 0
+    export = workspace.runs / "late/export"
+    shutil.rmtree(export)
+    assert workspace.run("late", "--resume", *short).returncode == 0
+    assert (export / "model.safetensors").exists()
+    shutil.rmtree(export)
+    export.mkdir()
+    (export / "mine.txt").write_text("keep")
+    refused = workspace.run("late", "--resume", *short)
+    assert refused.returncode == 2
+    assert "in the way" in refused.stderr

@@ -25,6 +25,7 @@ STATE = {
     "bytes_streamed": 1_381_487_646,
     "quarantined": 0,
     "restarts": 2,
+    "checkpoints_failed": 0,
     "numerics_changed": 0,
     "eta_s": 245.0,
 }
@@ -85,3 +86,15 @@ def test_on_a_terminal_the_table_is_redrawn_and_lines_stay():
     text = out.getvalue()
     assert "producer-0 is gone" in text
     assert "121 of 480" in text
+
+
+def test_a_reader_that_went_away_does_not_end_the_run():
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    for console in (Console(file=Closed(), force_terminal=True), Console(file=Closed())):
+        with live.Screen(console) as screen:
+            screen.say("nobody hears this")
+            screen.show(STATE)
+            screen.say("nor this")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from launch import metrics
 from launch.metrics import append_row, of_kind, read_rows, to_json
 
 
@@ -90,3 +91,30 @@ def test_the_row_after_a_torn_line_counts(tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes((tmp_path / "m").read_bytes()[:-9])
     write(tmp_path / "m", ("start", {"step": 0}), ("step", {"step": 1}))
     assert [row["kind"] for row in read_rows(tmp_path / "m")] == ["start", "step"]
+
+
+def test_a_full_disk_keeps_rows_waiting_and_writes_them_in_order_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, path = metrics.Journal(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
+    journal.write("step", {"step": 1})
+    append, full = metrics.append_row, [True]
+
+    def refuse(*row: object) -> None:
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        append(*row)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(metrics, "append_row", refuse)
+    journal.write("step", {"step": 2})
+    journal.write("step", {"step": 3})
+    assert [row["step"] for row in read_rows(path)] == [1]
+    full[0] = False
+    journal.write("step", {"step": 4})
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4]
+
+
+def test_what_is_no_row_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'5\n[]\n{"step": 1}\n\xff\xfe\n{"kind": "step", "step": 1}\n')
+    assert read_rows(path) == [{"kind": "step", "step": 1}]

@@ -21,6 +21,7 @@ STATE: dict[str, Any] = {
     "ring_slots": 7,
     "quarantined": 0,
     "restarts": 0,
+    "checkpoints_failed": 0,
     "eta_s": 185.0,
 }
 
