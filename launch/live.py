@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -57,8 +56,11 @@ class Screen:
 
     def _forget_reader(self) -> None:
         self._reader_gone = True
-        # What is still buffered would fail again when the interpreter flushes it at its end.
-        sys.stdout = self._console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (for good)
+        if self._console.file is sys.stdout:
+            # What is still buffered would fail again when the interpreter flushes it at its end.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False)
