@@ -158,4 +158,4 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    run_child("convert", lambda: print(embedded_target(print)))
+    run_child("convert", lambda: print(f"embedded target in {embedded_target(print)}"))
