@@ -91,7 +91,7 @@ def test_a_lock_held_elsewhere_refuses_and_kill_9_frees_it(
     holder = hold()
     assert is_alive(tmp_path / "run")
     for _ in range(2):
-        with pytest.raises(RequestError, match=r"run: this run is alive; stop it first"):
+        with pytest.raises(RequestError, match=r"run: this run is alive; `draftwire stop .*/run` ends it"):
             RunLock(tmp_path / "run")
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait(10)
