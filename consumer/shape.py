@@ -126,6 +126,11 @@ def _check_fits_target_layers(shape: DrafterShape, target: Mapping[str, Any]) ->
         )
 
 
+def differing_fields(one: DrafterShape, other: DrafterShape) -> list[str]:
+    """Names of the fields in which two shapes differ, in the order of declaration."""
+    return [name for name in one.__struct_fields__ if getattr(one, name) != getattr(other, name)]
+
+
 def check_shape(shape: DrafterShape, where: str) -> None:
     """Refuse a shape that cannot be built. `where` (a section or a file) leads the RequestError's message."""
     taps, layers = shape.target_layer_ids, shape.num_target_layers

@@ -13,6 +13,7 @@ import torch
 from consumer.checkpoint import read_state, read_weights
 from consumer.drafter import Drafter, load
 from consumer.export import load_export
+from consumer.shape import differing_fields
 from consumer.state import MASTER, restore_state
 from protocol.errors import RequestError
 
@@ -26,8 +27,7 @@ def warm_start(drafter: Drafter, optimiser: torch.optim.Optimizer, folder: Path,
             f"drafter.init_optimiser: {folder} is an export, which holds no optimiser: name a checkpoint"
         )
     weights, shape = read_weights(folder) if is_checkpoint else load_export(folder)[:2]
-    if shape != drafter.shape:
-        differing = [name for name in shape.__struct_fields__ if getattr(shape, name) != getattr(drafter.shape, name)]
+    if differing := differing_fields(shape, drafter.shape):
         raise RequestError(f"drafter.init_from: {folder} has another {', '.join(differing)} than [drafter] asks for")
     if not is_checkpoint:
         load(drafter, weights)

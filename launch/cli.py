@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -190,10 +189,10 @@ def _version(version: Annotated[bool, typer.Option("--version", help="print the 
         raise typer.Exit
 
 
-def main(arguments: list[str] | None = None, command: Callable[..., Any] = app) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """The console script: errors raised on purpose become one line and an exit code (2 wrong request, 1 failed)."""
     try:
-        command(arguments)
+        app(arguments)
     except (DraftwireError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, RequestError) else 1)

@@ -175,8 +175,7 @@ class Conductor:
             self.out += [(peer, Stop(reason=order)) for peer in self._peers_of_work()]
 
     def _peers_of_work(self) -> list[str]:
-        names = [f"producer-{index}" for index in range(len(self._job.producers))]
-        return names + sorted(self._ranks)
+        return self._job.producer_names + sorted(self._ranks)
 
     def _pump(self) -> None:
         """Everything that the last event made possible."""

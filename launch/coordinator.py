@@ -48,8 +48,7 @@ class Coordinator:
         self._router = router
         self._envelope = Envelope(self.job.run_id, self.job.incarnation)
         self._token = run_token()
-        roles = (("producer", self.job.producers), ("consumer", self.job.consumers))
-        self._expected = {LAUNCHER, *(f"{role}-{index}" for role, devices in roles for index in range(len(devices)))}
+        self._expected = {LAUNCHER, *self.job.producer_names, *self.job.consumer_names}
         self._identities: dict[str, bytes] = {}
         self._names: dict[bytes, str] = {}
         self._due = dict.fromkeys((HEARTBEAT_S, SNAPSHOT_S, STREAM_ROW_S), time.monotonic())

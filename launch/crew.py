@@ -49,9 +49,8 @@ class Crew:
         self._peer = Peer(
             self._job.address, self._job.run_id, hello("launcher", "launcher", 0, self._token, self._job.schema)
         )
-        for role, devices in (("producer", self._job.producers), ("consumer", self._job.consumers)):
-            for index in range(len(devices)):
-                self._start(f"{role}-{index}")
+        for name in (*self._job.producer_names, *self._job.consumer_names):
+            self._start(name)
         while True:
             time.sleep(TICK_S)
             self._obey_signals()

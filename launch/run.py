@@ -34,6 +34,7 @@ from producer.config import EMBEDDED
 from producer.locate import locate_target
 from producer.setup_args import SetupArgs
 from protocol.arena import create_arena
+from protocol.child import ERROR_PREFIX
 from protocol.dataset import TokenDataset
 from protocol.errors import DraftwireError, RequestError, RunError
 from protocol.job import Job, write_job
@@ -135,7 +136,7 @@ def _one_off(name: str, module: str, arguments: list[str], run_dir: Path, signal
         while code is None:
             code = child.wait(TICK_S)
             for line in log:
-                if not line.startswith("error: "):
+                if not line.startswith(ERROR_PREFIX):
                     say(line.rstrip())
             if signals.wishes:
                 child.end(grace_s=1.0)

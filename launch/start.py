@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from consumer.checkpoints import read_cursor, read_manifest, read_shape
-from consumer.shape import DrafterShape, resolve_shape
+from consumer.shape import DrafterShape, differing_fields, resolve_shape
 from launch.config import Config
 from launch.machine import Gpu
 from launch.placement import Placement
@@ -170,7 +170,8 @@ def _final_shape(config: Config, found: Outline, dataset: TokenDataset) -> Draft
     unused = np.setdiff1d(np.arange(found.facts["vocab_size"]), dataset.occurring_ids()).tolist()
     init_from = config.drafter.init_from
     trained = [read_shape(Path(init_from)).mask_token_id] if init_from is not None else []
-    preferred = [token for token in (*trained, *special) if token in unused]
+    there = set(unused)
+    preferred = [token for token in (*trained, *special) if token in there]
     return resolve_shape(config.drafter, found.facts, [*preferred, *unused])
 
 
@@ -180,9 +181,7 @@ def _check_init_from(folder: Path, shape: DrafterShape) -> None:
         trained = read_shape(folder)
     except (OSError, ValueError) as error:
         raise RequestError(f"drafter.init_from: {folder} is neither an export nor a checkpoint ({error})") from None
-    then, now = msgspec.to_builtins(trained), msgspec.to_builtins(shape)
-    differing = [name for name in then if name != "mask_token_id" and then[name] != now[name]]
-    if differing:
+    if differing := [name for name in differing_fields(trained, shape) if name != "mask_token_id"]:
         raise RequestError(f"drafter.init_from: {folder} has another {', '.join(differing)} than [drafter] asks for")
 
 
@@ -211,13 +210,14 @@ def _target(config: Config, found: Outline) -> str:
 
 def _check_same_training(checkpoint: Path, shape: DrafterShape, target: str) -> None:
     """A checkpoint goes on only with the drafter and the target that it was made with."""
-    then, now = msgspec.to_builtins(read_shape(checkpoint)), msgspec.to_builtins(shape)
-    for name in then:
-        if then[name] != now[name]:
-            raise RequestError(
-                f"{checkpoint} has a drafter with {name} = {then[name]}, the configuration asks for {now[name]}: "
-                "restore [drafter] and [target], or start another run"
-            )
+    trained = read_shape(checkpoint)
+    if differing := differing_fields(trained, shape):
+        name = differing[0]
+        then, now = getattr(trained, name), getattr(shape, name)
+        raise RequestError(
+            f"{checkpoint} has a drafter with {name} = {then}, the configuration asks for {now}: "
+            "restore [drafter] and [target], or start another run"
+        )
     if read_manifest(checkpoint).target != target:
         raise RequestError(
             f"{checkpoint} was trained for another target or dtype: restore [target], or start another run"

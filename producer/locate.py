@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from producer.config import TargetConfig
+from producer.config import EMBEDDED, TargetConfig
 from producer.embedded import embedded_target
 from protocol.cpu import cpu_has_bfloat16
 from protocol.errors import RequestError
@@ -36,7 +36,7 @@ def locate_target(config: TargetConfig, say: Callable[[str], None] | None = None
     Only a hub id that the config names reaches the network. Raises RequestError for a folder that is no model and for
     gated, missing or unreachable hub repositories.
     """
-    if config.model == "embedded":
+    if config.model == EMBEDDED:
         return embedded_target(say)
     folder = Path(config.model).expanduser()
     if folder.is_dir():

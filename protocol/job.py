@@ -43,6 +43,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     consumers: tuple[str, ...]
     quarantine_limit: float
 
+    @property
+    def producer_names(self) -> list[str]:
+        """The names under which producers join, in the order of their devices."""
+        return [f"producer-{index}" for index in range(len(self.producers))]
+
+    @property
+    def consumer_names(self) -> list[str]:
+        """The names under which consumers join, by rank."""
+        return [f"consumer-{rank}" for rank in range(len(self.consumers))]
+
 
 def write_job(run_dir: Path, job: Job) -> None:
     (run_dir / "job.json").write_bytes(msgspec.json.format(msgspec.json.encode(job)))
