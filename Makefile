@@ -34,9 +34,11 @@ lint: install
 bench: install
 	$(BIN)/python benchmarks/drafter_step.py
 	$(BIN)/python benchmarks/coordinator.py
+	$(BIN)/python benchmarks/transport.py
 
-# The fault tests alone, three times over.
+# The tests that `make test` leaves out, then the fault tests, three times over.
 chaos: install
+	$(BIN)/python -m pytest -m slow
 	for round in 1 2 3; do $(BIN)/python -m pytest tests/integration/test_faults.py || exit 1; done
 
 clean:

@@ -1,8 +1,9 @@
 """Attention of draft blocks over their document's context and their own slots (DFlash, reference section 1.3).
 
 `visible` is the definition, on index tensors. `draft_attention` computes exactly that without ever forming a
-[blocks x slots, blocks x slots] mask: block by block, the context rows before the anchor and the block's own slots
-share one softmax, and rows of other documents cost nothing.
+[blocks x slots, blocks x slots] mask: the context rows before the anchor and the block's own slots share one softmax,
+and rows of other documents cost nothing. A CPU takes one document after the other. On a GPU that would be thousands of
+small launches a layer, so there the documents of a block are padded into a few batches.
 """
 
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Scores held at once, per softmax: bounds memory at any anchor count (fp32, so four bytes each).
-SCORES_PER_CHUNK = 1 << 24
+from consumer.bounds import SCORES_PER_BATCH, SCORES_PER_CHUNK
+
+Chunk = tuple[int, slice, int]  # a document, some of its blocks in order, rows of context that they can see
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Layout:
     anchor: NDArray[np.int64]
     length: NDArray[np.int64] | None = None
 
-    def chunks(self, rows_per_block: int, slots: int) -> Iterator[tuple[int, slice, int]]:
-        """(document, its blocks, rows of context they can see) in order, cut so that scores stay bounded."""
+    def chunks(self, rows_per_block: int, slots: int) -> Iterator[Chunk]:
+        """All blocks in order, cut so that scores stay bounded."""
         counts = np.bincount(self.document, minlength=len(self.offsets) - 1)
         first = 0
         for document, count in enumerate(counts.tolist()):
@@ -89,15 +91,31 @@ def draft_attention(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    """Attention output [A, B, heads, dim] in q's dtype; products and softmax in fp32; deterministic.
+    """Attention output [A, B, heads, dim] in q's dtype; products and softmax in fp32; deterministic on a CPU.
 
     q [A, B, heads, dim]; k, v [A, B, kv_heads, dim]; context_k, context_v [T, kv_heads, dim]; all rotated already.
     Zero blocks are legal and give every input a zero gradient.
     """
-    blocks, slots, heads, _ = q.shape
-    if not blocks:
+    if not len(q):
         # Adds nothing, but keeps every input in the graph: its gradient is zeros and not None.
         return q + sum(x.sum() for x in (k, v, context_k, context_v)) * 0
+    attend = batched if q.is_cuda else document_by_document
+    return attend(q, k, v, context_k, context_v, layout, causal=causal, window=window).to(q.dtype)
+
+
+def document_by_document(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context_k: Tensor,
+    context_v: Tensor,
+    layout: Layout,
+    *,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """`draft_attention` of at least one block, in fp32, without padding."""
+    _, slots, heads, _ = q.shape
     lengths = np.diff(layout.offsets).tolist()
     keys, values = torch.split(context_k, lengths), torch.split(context_v, lengths)
     out = []
@@ -108,7 +126,7 @@ def draft_attention(
         mask = _mask(anchors, used, slots, range(start, stop), causal, window)
         context = keys[document][start:stop], values[document][start:stop]
         out.append(_one_document(q[chunk], k[chunk], v[chunk], *context, mask))
-    return torch.cat(out).to(q.dtype)
+    return torch.cat(out)
 
 
 def _mask(anchors: Tensor, used: Tensor | None, slots: int, context: range, causal: bool, window: int | None) -> Tensor:
@@ -151,3 +169,97 @@ def _one_document(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v:
         blocks, kv_heads, heads // kv_heads, slots, dim
     )
     return total.permute(0, 3, 1, 2, 4).reshape(blocks, slots, heads, dim)
+
+
+def batched(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context_k: Tensor,
+    context_v: Tensor,
+    layout: Layout,
+    *,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """`draft_attention` of at least one block, in fp32, a few padded batches of chunks at a time."""
+    _, slots, heads, _ = q.shape
+    context_k, context_v = context_k.float(), context_v.float()
+    out = []
+    for chunks in _batches(list(layout.chunks(heads * slots, slots)), heads * slots, slots):
+        first = np.array([chunk.start for _, chunk, _ in chunks])
+        count = np.array([chunk.stop - chunk.start for _, chunk, _ in chunks])
+        stop = np.array([rows for _, _, rows in chunks])
+        start = np.zeros_like(stop) if window is None else np.maximum(layout.anchor[first] - window + 1, 0)
+        place = np.arange(count.max())
+        inside = place < count[:, None]
+        block = first[:, None] + np.where(inside, place, 0)
+        position = start[:, None] + np.arange((stop - start).max())
+        row = np.minimum(layout.offsets[[document for document, _, _ in chunks], None] + position, len(context_k) - 1)
+        length = np.full(block.shape, slots) if layout.length is None else layout.length[block]
+        host = (block, layout.anchor[block], length, position, row, np.flatnonzero(inside))
+        blocks, anchors, used, positions, rows, real = (torch.from_numpy(x).to(q.device) for x in host)
+        mask = _batch_mask(anchors, used, positions, slots, causal, window)
+        own = [_gather(x, blocks) for x in (q, k, v)]
+        context = [_gather(x, rows) for x in (context_k, context_v)]
+        out.append(_one_batch(own[0], own[1], own[2], context[0], context[1], mask).flatten(0, 1).index_select(0, real))
+    return torch.cat(out)
+
+
+def _batches(chunks: list[Chunk], rows_per_block: int, slots: int) -> Iterator[list[Chunk]]:
+    """Neighbouring chunks, padded to the largest of each batch, within `SCORES_PER_BATCH`."""
+    batch: list[Chunk] = []
+    blocks = rows = 0
+    for chunk in chunks:
+        more, wider = max(blocks, chunk[1].stop - chunk[1].start), max(rows, chunk[2])
+        if batch and (len(batch) + 1) * more * rows_per_block * (wider + slots) > SCORES_PER_BATCH:
+            yield batch
+            batch, more, wider = [], chunk[1].stop - chunk[1].start, chunk[2]
+        batch.append(chunk)
+        blocks, rows = more, wider
+    yield batch
+
+
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    """x[index] for index [c, n]. Its gradient adds without sorting first, as that of x[index] does not."""
+    return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
+
+
+def _batch_mask(
+    anchors: Tensor, used: Tensor, positions: Tensor, slots: int, causal: bool, window: int | None
+) -> Tensor:
+    """Bool [chunks, blocks, slots, context + slots]: `visible`, own slots last. anchors, used [chunks, blocks];
+    positions [chunks, context], whose padding lies behind every anchor."""
+    slot = torch.arange(slots, device=anchors.device)
+    context = positions[:, None, None, :]
+    seen = (context < anchors[:, :, None, None]).expand(-1, -1, slots, -1)
+    own = slot < used[:, :, None, None]
+    own = own | torch.eye(slots, dtype=torch.bool, device=anchors.device)
+    if causal:
+        own = own.tril()
+    if window is not None:
+        seen = seen & (anchors[:, :, None, None] + slot[:, None] - context < window)
+        own = own & ((slot[:, None] - slot).abs() < window)
+    return torch.cat([seen, own], dim=-1)
+
+
+def _one_batch(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: Tensor) -> Tensor:
+    """fp32 [c, a, B, heads, dim] for c chunks of a blocks: `_one_document` with one more axis in front."""
+    chunks, blocks, slots, heads, dim = q.shape
+    kv_heads, rows = k.shape[3], context_k.shape[1]
+    group = heads // kv_heads
+    grouped = (q.float() * dim**-0.5).view(chunks, blocks, slots, kv_heads, group, dim)
+    flat = grouped.permute(0, 3, 4, 1, 2, 5).reshape(chunks, kv_heads, -1, dim)
+    own_q = grouped.permute(0, 1, 3, 4, 2, 5).reshape(chunks, blocks, kv_heads, -1, dim)
+    on_context = flat @ context_k.permute(0, 2, 3, 1)
+    on_own = own_q @ k.float().permute(0, 1, 3, 4, 2)
+    own_scores = on_own.view(chunks, blocks, kv_heads, group, slots, slots).permute(0, 2, 3, 1, 4, 5)
+    scores = torch.cat([on_context.view(chunks, kv_heads, group, blocks, slots, rows), own_scores], dim=-1)
+    weights = scores.masked_fill_(~mask[:, None, None], float("-inf")).softmax(dim=-1)
+    context_weights, own_weights = torch.split(weights, [rows, slots], dim=-1)
+    from_context = context_weights.reshape(chunks, kv_heads, group * blocks * slots, rows) @ context_v.transpose(1, 2)
+    flat_own = own_weights.permute(0, 3, 1, 2, 4, 5).reshape(chunks, blocks, kv_heads, group * slots, slots)
+    from_own = flat_own @ v.float().transpose(2, 3)
+    total: Tensor = from_context.view(chunks, kv_heads, group, blocks, slots, dim).permute(0, 3, 4, 1, 2, 5)
+    total = total + from_own.view(chunks, blocks, kv_heads, group, slots, dim).permute(0, 1, 4, 2, 3, 5)
+    return total.reshape(chunks, blocks, slots, heads, dim)

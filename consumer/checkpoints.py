@@ -17,6 +17,7 @@ import msgspec
 from consumer.shape import DrafterShape
 from consumer.zlab import shape_from_config_json
 from protocol.cursor import Cursor, decode_cursor
+from protocol.errors import RequestError
 
 FILES = frozenset({"drafter.safetensors", "state.safetensors", "config.json", "cursor.json"})
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
@@ -95,8 +96,13 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def read_cursor(checkpoint: Path) -> Cursor:
+    """Where the checkpoint stands. Raises RequestError when its file is missing or no cursor."""
     path = checkpoint / "cursor.json"
-    return decode_cursor(path.read_bytes(), str(path))
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
+    return decode_cursor(data, str(path))
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

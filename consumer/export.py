@@ -78,7 +78,7 @@ def check_pairing(shape: DrafterShape, target: Mapping[str, Any]) -> None:
 
 def readme(shape: DrafterShape, facts: Mapping[str, Any]) -> str:
     """The export's README.md."""
-    target = facts.get("target", "TARGET")
+    target = facts.get("target_from") or facts.get("target", "TARGET")
     drafts = json.dumps({"method": "dflash", "model": "THIS_FOLDER", "num_speculative_tokens": shape.block_size - 1})
     rows = [
         ("target layers, width, vocabulary", (shape.num_target_layers, shape.hidden_size, shape.vocab_size)),
@@ -87,14 +87,14 @@ def readme(shape: DrafterShape, facts: Mapping[str, Any]) -> str:
         ("layer types, window", (list(shape.layer_types), shape.sliding_window)),
         *facts.items(),
     ]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    table = "\n".join(f"| {name} | {_in_words(value)} |" for name, value in rows)
     last = ""
     if shape.num_target_layers - 1 in shape.target_layer_ids:
         last = (
             "\nThis drafter taps the target's last layer *before* the final norm. Engines that read it from "
             "`hidden_states[-1]` see it after the norm and will accept less.\n"
         )
-    return f"""# DFlash drafter for {target}
+    return f"""# DFlash drafter for {facts.get("target", "TARGET")}
 
 Weights are bf16 in z-lab's format, without embedding and head: both are the target's own.
 
@@ -111,6 +111,12 @@ SGLang (draft tokens include the anchor):
 |---|---|
 {table}
 """
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_in_words, value))
+    return "none" if value is None else str(value)
 
 
 def _is_export(folder: Path) -> bool:

@@ -17,10 +17,13 @@ def export_facts(run_dir: Path, cursor: Cursor) -> dict[str, Any]:
     """The facts of a drafter at `cursor`, from the run's own files."""
     with safe_open(run_dir / "target_io.safetensors", framework="pt") as file:
         metadata = file.metadata() or {}
-    target = json.loads(metadata["config"])
-    dataset = TokenDataset.open(Path(read_job(run_dir).dataset_dir))
+    target, job = json.loads(metadata["config"]), read_job(run_dir)
+    dataset = TokenDataset.open(Path(job.dataset_dir))
+    # A server must find it: as a folder, or by the hub id that the configuration names.
+    model = json.loads((run_dir / "config.resolved.json").read_bytes())["target"]["model"]
     return {
         "target": target["model"],
+        "target_from": model if "/" in model else job.target_dir,
         "revision": target["revision"],
         "target_fingerprint": metadata["fingerprint"],
         "steps": cursor.next_step,

@@ -6,6 +6,7 @@ asks for (step, micro-step) and waits for both its block and the coordinator's G
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from consumer.bounds import DEPTH
 from consumer.verify import unsound_samples
 from protocol.arena import Arena
 from protocol.block import checksum, views
@@ -22,8 +24,10 @@ from protocol.errors import ProtocolError, RunError
 from protocol.messages import Bad, Credit, Deliver, Go, Quarantine, Release, Stop, Verified
 from protocol.peer import Peer
 
-# How many blocks lie on the device: one in training, one that is there when it is done.
-DEPTH = 2
+# A rank that waits says so in its log this often.
+SAY_WAIT_S = 60.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Feed:
         Raises RunError when the coordinator ends the run, ProtocolError when it sends another micro-step.
         """
         started = time.monotonic()
-        order = self._orders.get()
+        order = self._await_order(step, micro_step, started)
         self.waited_s += time.monotonic() - started
         if isinstance(order, Stop):
             if self._failure is not None:
@@ -74,6 +78,15 @@ class Feed:
         block = self._blocks.pop((step, micro_step))
         self._peer.send(Credit(blocks=1))
         return block
+
+    def _await_order(self, step: int, micro_step: int, started: float) -> Go | Stop:
+        while True:
+            try:
+                return self._orders.get(timeout=SAY_WAIT_S)
+            except queue.Empty:
+                # The launcher says whom it waits for; this is for the reader of one rank's log.
+                waited_s = time.monotonic() - started
+                log.info("waiting for GO of step %d, micro-step %d: %.0f s", step, micro_step, waited_s)
 
     def _run(self) -> None:
         # Whatever goes wrong in this thread ends the training loop, which raises it.
@@ -109,10 +122,11 @@ class Feed:
         """The block on the device, what is wrong with it ("" when sound), and the samples to blame if known."""
         slot = self._arena.slot(message.slot) if message.slot >= 0 else memoryview(bytes(64))
         tensors = views(slot, message.table)
-        features = tensors["features"]
+        # Summed after it was copied: what is trained on is what was summed, whoever might still write to the slot.
+        features = tensors["features"].copy()
         summed = checksum(features)
         spec = next(spec for spec in message.table if spec.name == "features")
-        host = torch.from_numpy(features.copy()).view(getattr(torch, spec.dtype))
+        host = torch.from_numpy(features).view(getattr(torch, spec.dtype))
         on_device = host.to(self._device)
         block = DeviceBlock(
             step=message.step,

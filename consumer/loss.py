@@ -11,13 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from consumer.bounds import CHUNK_ROWS, TILE_ELEMENTS
+
 LossKind = Literal["ce", "dpace"]
 DPACE_ALPHA = 0.5
-# Rows per head product. Measured on one AMX core (576 x 49152, bf16): below 448 rows the products lose up to half
-# their rate. A GPU wants wider ones still.
-CHUNK_ROWS = {"cpu": 448, "cuda": 2048}
-# fp32 elements per softmax tile (measured there: four times as many are a tenth slower, fewer are no faster).
-TILE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 28}
 
 
 @dataclass(frozen=True)
@@ -152,8 +149,10 @@ def _to_residual(logits: Tensor, labels: Tensor, correct: Tensor, wide: Tensor) 
         tile, label = logits[start : start + len(wide)], labels[start : start + len(wide), None]
         p = wide[: len(tile)].copy_(tile)
         at_label = p.gather(1, label)
-        top = p.amax(dim=1, keepdim=True)
-        _mark_correct(tile, label[:, 0], (at_label == top)[:, 0], correct[start : start + len(wide)])
+        rival = p.scatter_(1, label, float("-inf")).amax(dim=1, keepdim=True)
+        p.scatter_(1, label, at_label)
+        top = torch.maximum(at_label, rival)
+        _mark_correct(tile, label[:, 0], at_label[:, 0], rival[:, 0], correct[start : start + len(wide)])
         torch.softmax(p, dim=1, out=p)
         # The largest probability is at least 1/V, so its logarithm gives the normaliser without another pass.
         ce[start : start + len(wide)] = (top - p.amax(dim=1, keepdim=True).log() - at_label)[:, 0]
@@ -161,8 +160,10 @@ def _to_residual(logits: Tensor, labels: Tensor, correct: Tensor, wide: Tensor) 
     return ce
 
 
-def _mark_correct(logits: Tensor, labels: Tensor, at_top: Tensor, correct: Tensor) -> None:
-    # bf16 logits tie often and greedy decoding takes the first of them, so rows at the top are looked at again.
-    again = at_top.nonzero()[:, 0]
-    correct.fill_(False)
-    correct[again] = logits[again].argmax(dim=1) == labels[again]
+def _mark_correct(logits: Tensor, labels: Tensor, at_label: Tensor, rival: Tensor, correct: Tensor) -> None:
+    """Fills correct [r]: whether the label's logit, at_label [r], is the greedy choice; rival [r] is the best other."""
+    torch.gt(at_label, rival, out=correct)
+    # bf16 logits tie often and greedy decoding takes the first of them. Only ties are searched: argmax is slow on a
+    # CPU, and run on every row that is right it made steps slower the better the drafter became.
+    tied = (at_label == rival).nonzero()[:, 0]
+    correct[tied] = logits[tied].argmax(dim=1) == labels[tied]

@@ -13,7 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# A rank may evaluate or write while the others wait; GO keeps waits for data out of collectives.
+# Bounds one step's arithmetic: GO keeps a rank out of collectives while there is no data, and while another evaluates
+# or writes.
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 

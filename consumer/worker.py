@@ -39,7 +39,7 @@ from protocol.cursor import Cursor, cursor_at
 from protocol.dataset import TokenDataset
 from protocol.errors import RunError
 from protocol.job import Job, read_job, read_section, run_token
-from protocol.messages import Checkpointed, Report
+from protocol.messages import Checkpointed, Reached, Report
 from protocol.peer import Peer, hello
 from protocol.plan import Plan
 
@@ -57,6 +57,12 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
+class _HeldOut(msgspec.Struct):
+    """Of [data], the one thing that a consumer asks: whether there are prompts to evaluate on."""
+
+    eval: list[Any]
+
+
 class Rank:
     """Everything that one rank holds while it trains."""
 
@@ -68,6 +74,8 @@ class Rank:
         self.device = torch.device(self.job.consumers[rank])
         self.dataset = TokenDataset.open(Path(self.job.dataset_dir))
         self.plan = Plan(self.dataset.lengths, self.dataset.eligible, self.job.plan, self.dataset.fingerprint)
+        if self.plan.hash != self.job.plan_hash:  # else this rank would end, or reduce, when others do not
+            raise RunError(f"{self.job.dataset_dir} holds another dataset than the run was planned with")
         self.ends: TargetEnds = read_target_ends(run_dir / "target_io.safetensors", self.device)
         self.eval_rows = self._eval_rows()
         self.shape = msgspec.convert(self.job.shape, DrafterShape)
@@ -95,14 +103,18 @@ class Rank:
         if step == 0:
             self._evaluate_baselines()
             self._evaluate(0)
+        self._arrive(step)
         while step < self.plan.total_steps:
             started = time.monotonic()
             self.feed.waited_s = 0.0
             if not self._micro_steps(step):
                 self._checkpoint(step)
                 return self._leave(STOPPED)
-            result = self.trainer.finish_step(step)
             step += 1
+            busy = self._has_work_at(step)
+            if not busy:  # said before the reduction, so that GO is there when it is done
+                self._arrive(step)
+            result = self.trainer.finish_step(step - 1)
             self.samples_trained += result.samples
             self.tokens_trained += result.tokens
             self.peer.progress = step
@@ -111,7 +123,9 @@ class Rank:
                 trained = {"samples_trained": self.samples_trained, "tokens_trained": self.tokens_trained}
                 epoch = self.plan.locate(step - 1)[0]
                 self.report("step", {"step": step, "epoch": epoch} | result.row() | trained | clock)
-            self._at_boundary(step)
+            if busy:
+                self._at_boundary(step)
+                self._arrive(step)
         self.saver.wait()
         if not self.saver.last_error:
             self._export(step)
@@ -134,10 +148,21 @@ class Rank:
             micro_step, micro_steps = micro_step + 1, block.micro_steps
         return True
 
+    def _arrive(self, step: int) -> None:
+        """Lets the coordinator count this rank in for `step`: no rank enters a reduction that another is not at."""
+        self.peer.send(Reached(step=step))
+
+    def _evaluates_at(self, step: int) -> bool:
+        every = self.evaluation.every
+        return step == self.plan.total_steps or (every > 0 and step % every == 0)
+
+    def _has_work_at(self, step: int) -> bool:
+        """Whether this rank evaluates or saves at the boundary before `step`: only the first does."""
+        return self.rank == 0 and (self._evaluates_at(step) or step % self.config.checkpoint_every == 0)
+
     def _at_boundary(self, step: int) -> None:
         last = step == self.plan.total_steps
-        every = self.evaluation.every
-        improved = (last or (every > 0 and step % every == 0)) and self._evaluate(step)
+        improved = self._evaluates_at(step) and self._evaluate(step)
         if last or improved or step % self.config.checkpoint_every == 0:
             self._checkpoint(step, improved)
 
@@ -213,17 +238,24 @@ class Rank:
                 copy_target_layers(self.drafter, self.run_dir / "drafter_init.safetensors")
 
     def _eval_rows(self) -> EvalRows | None:
-        path = self.run_dir / "eval.safetensors"
-        return load_eval_rows(path) if path.exists() else None
+        """The rows that the first rank measures on. The configuration decides whether there are any, not the disk: a
+        file that went missing is an error, and one that an earlier configuration left is no reason to evaluate."""
+        if self.rank != 0 or not read_section(self.run_dir, "data", _HeldOut).eval:
+            return None
+        return load_eval_rows(self.run_dir / "eval.safetensors")
 
     def _hello(self) -> Any:
         return hello("consumer", f"consumer-{self.rank}", self.rank, run_token(), self.job.schema)
 
 
 def main(run_dir: Path, rank: int, ring_fd: int) -> None:
-    device = torch.device(read_job(run_dir).consumers[rank])
+    job = read_job(run_dir)
+    device = torch.device(job.consumers[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if job.consumer_bytes:
+            total_bytes = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(job.consumer_bytes / total_bytes, device)
     else:
         torch.use_deterministic_algorithms(True)
     join_ranks(device)

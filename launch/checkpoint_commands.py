@@ -7,6 +7,7 @@ from typing import Any
 
 from consumer.checkpoints import newest_good, problem_of, read_cursor
 from consumer.config import EvalConfig
+from launch.machine import threads_per_process
 from launch.runfolder import find_run
 from protocol.errors import RequestError
 from protocol.job import read_section
@@ -23,7 +24,7 @@ def find_checkpoint(name: str) -> tuple[Path, Path]:
             raise RequestError(f"{run_dir}: no checkpoint that can be used" + "".join(f"; {line}" for line in damaged))
         return run_dir, found
     checkpoint = folder / (f"step-{int(which):06d}" if which.isdecimal() else which)
-    if not checkpoint.exists():
+    if "/" in which or not checkpoint.exists():
         there = ", ".join(path.name for path in sorted(folder.glob("[!.]*"))) or "none"
         raise RequestError(f"{name}: no such checkpoint (there: {there})")
     if (problem := problem_of(checkpoint)) is not None:
@@ -43,6 +44,7 @@ def evaluate(name: str) -> tuple[dict[str, Any], list[str]]:
     from consumer.walk import acceptance_row
 
     run_dir, checkpoint = find_checkpoint(name)
+    torch.set_num_threads(threads_per_process())  # a run may be alive beside this
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights, shape = read_weights(checkpoint)
     ends = read_target_ends(run_dir / "target_io.safetensors", device)

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.block import block_table
+from protocol.block import Table, block_table, table_bytes
 from protocol.gate import STOP, VerifiedGate
 from protocol.grants import Delivery, Key, Lease
-from protocol.job import Job
+from protocol.job import INGEST, Job
 from protocol.ledger import Ledger
 from protocol.messages import (
     AnyMessage,
@@ -24,6 +24,7 @@ from protocol.messages import (
     Credit,
     Deliver,
     Error,
+    Expect,
     Go,
     Gone,
     Hello,
@@ -31,9 +32,11 @@ from protocol.messages import (
     Nack,
     Order,
     Quarantine,
+    Reached,
     Ready,
     Release,
     Report,
+    Revoke,
     Stop,
     Verified,
     Want,
@@ -44,7 +47,8 @@ from protocol.plan import Plan
 LAUNCHER = "launcher"
 SENT_BY: dict[str, tuple[type[Message], ...]] = {
     "producer": (Want, Ready, Nack),
-    "consumer": (Credit, Verified, Release, Bad, Report, Checkpointed),
+    "consumer": (Credit, Verified, Release, Bad, Reached, Report, Checkpointed),
+    INGEST: (),
     LAUNCHER: (Gone, Order),
 }
 
@@ -88,12 +92,13 @@ class Conductor:
     # --- events ---
 
     def joined(self, hello: Hello) -> None:
-        """A peer was admitted. A consumer learns at once what is quarantined."""
+        """A peer was admitted. A consumer learns at once what is quarantined; once ingest is there, work can go out."""
         self._roles[hello.name] = hello.role
         if hello.role == "consumer":
             self._ranks[hello.name] = hello.rank
             self._credit[hello.rank] = 0
             self._tell_quarantine([hello.name])
+        self._pump()
 
     def handle(self, name: str, message: AnyMessage) -> bool:
         """One message of an admitted peer. False when its role has no such message to send: nothing came of it."""
@@ -120,6 +125,8 @@ class Conductor:
                     del self._held[message.step, message.index]
             case Bad():
                 self._bad(message)
+            case Reached(step=step):
+                self.gate.reached(step, self._ranks[name])
             case Report(kind=kind, row=row):
                 self.rows.append((kind, row))
             case Checkpointed(next_step=step):
@@ -175,18 +182,16 @@ class Conductor:
             self.out += [(peer, Stop(reason=order)) for peer in self._peers_of_work()]
 
     def _peers_of_work(self) -> list[str]:
-        return self._job.producer_names + sorted(self._ranks)
+        return self._job.producer_names + sorted(self._ranks) + [INGEST] * (self._job.transport == "zmq")
 
     def _pump(self) -> None:
         """Everything that the last event made possible."""
         self._check_quarantine()
-        waiting, self._wants = self._wants, []
-        for name, kind in waiting:
-            lease = self.ledger.want(name, kind)
-            if lease is None:
-                self._wants.append((name, kind))
-            else:
-                self.out.append((name, self._lease_message(lease)))
+        for lease in self.ledger.take_revocations():
+            revoke = Revoke(step=lease.step, index=lease.index, kind=lease.kind, attempt=lease.attempt)
+            self.out.append((lease.holder, revoke))
+        if self._job.transport == "shm" or INGEST in self._roles:  # else nobody would place what a producer sends
+            self._lease()
         for name, rank in self._ranks.items():
             while self._credit[rank] > 0 and (delivery := self.ledger.next_delivery(rank)) is not None:
                 self._credit[rank] -= 1
@@ -199,6 +204,23 @@ class Conductor:
             self.ledger.paused = self.ledger.paused or stop
             message = Go(step=go.step, micro_step=go.micro_step, stop=stop)
             self.out += [(name, message) for name in self._ranks]
+
+    def _lease(self) -> None:
+        """Work for everyone who wants some, as far as there are slots."""
+        waiting, self._wants = self._wants, []
+        for name, kind in waiting:
+            lease = self.ledger.want(name, kind)
+            if lease is None:
+                self._wants.append((name, kind))
+                continue
+            if self._job.transport == "zmq":
+                nbytes = table_bytes(self._table(lease.block_samples))
+                self.out.append((INGEST, Expect(holder=name, attempt=lease.attempt, slot=lease.slot, nbytes=nbytes)))
+            self.out.append((name, self._lease_message(lease)))
+
+    def _table(self, samples: tuple[int, ...]) -> Table:
+        tokens = sum(self._lengths[sample] for sample in samples)
+        return block_table(tokens, len(samples), self._job.width, self._job.dtype)
 
     def _check_quarantine(self) -> None:
         if self.ledger.exhausted:
@@ -235,8 +257,7 @@ class Conductor:
         )
 
     def _deliver_message(self, delivery: Delivery) -> Deliver:
-        tokens = sum(self._lengths[sample] for sample in delivery.samples)
-        table = block_table(tokens, len(delivery.samples), self._job.width, self._job.dtype)
+        table = self._table(delivery.samples)
         self.streamed_bytes += sum(spec.nbytes for spec in table)
         return Deliver(
             step=delivery.step,

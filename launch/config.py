@@ -77,14 +77,17 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     except msgspec.ValidationError as error:
         reason, _, place = str(error).partition(" - at `$.")
         said = f"{place.strip('`')}: {reason}" if place else reason
+        if reason.startswith("Invalid enum value") and (choices := _choices(Config, place_of(place.strip("`")))):
+            said += f": write one of {', '.join(choices)}"
         raise RequestError(f"{path}{_line(lines, said)}: {said}") from None
     return _anchored(config, path)
 
 
 def _check_run(run: RunConfig) -> None:
-    wrong = run.name in (".", "..") or any(letter in "/\\" or not letter.isprintable() for letter in run.name)
+    # RUN@STEP names a checkpoint.
+    wrong = run.name in (".", "..") or any(letter in "/\\@" or not letter.isprintable() for letter in run.name)
     if wrong or len(run.name.encode()) > 200:
-        raise RequestError(f"run.name is {run.name!r}: write a file name of at most 200 bytes, without a slash")
+        raise RequestError(f"run.name is {run.name!r}: write a file name of at most 200 bytes, without / and @")
 
 
 def fork_config(config: Config, checkpoint: Path, with_optimiser: bool) -> Config:
@@ -132,6 +135,16 @@ def _refuse_unknown_keys(kind: type[msgspec.Struct], data: dict[str, Any], dotte
             for index, entry in enumerate(value if isinstance(value, list) else ()):
                 if isinstance(entry, dict):
                     _refuse_unknown_keys(entry_kind, entry, f"{here}[{index}]")
+
+
+def _choices(kind: Any, place: Place) -> list[str]:
+    """The words that the key at `place` takes, if those are all that it takes."""
+    for part in place:
+        if isinstance(part, int):
+            kind = typing.get_args(kind)[0]
+        else:
+            kind = {field.name: field.type for field in msgspec.structs.fields(kind)}[part]
+    return list(typing.get_args(kind)) if typing.get_origin(kind) is typing.Literal else []
 
 
 def _is_section(kind: Any) -> bool:

@@ -6,7 +6,6 @@ A thin shell around `launch.conductor`: one ROUTER socket, one thread, one metri
 from __future__ import annotations
 
 import logging
-import secrets
 import sys
 import time
 from pathlib import Path
@@ -14,15 +13,18 @@ from typing import Any
 
 import zmq
 
+from launch.admission import refusal
 from launch.conductor import LAUNCHER, Conductor
 from launch.metrics import Journal
+from launch.stall import Watch
 from launch.tally import Tally
+from launch.utilisation import run_costs
 from protocol import sockets
 from protocol.child import run_child
 from protocol.codec import Envelope, decode, encode
 from protocol.dataset import TokenDataset
 from protocol.errors import ProtocolError
-from protocol.job import Job, read_job, run_token
+from protocol.job import INGEST, Job, read_job, run_token
 from protocol.messages import AnyMessage, Gone, Heartbeat, Hello, Message, Reject, Snapshot, Welcome
 from protocol.plan import Plan
 
@@ -43,14 +45,19 @@ class Coordinator:
         dataset = TokenDataset.open(Path(self.job.dataset_dir))
         plan = Plan(dataset.lengths, dataset.eligible, self.job.plan, dataset.fingerprint)
         self.conductor = Conductor(self.job, plan, dataset)
-        self.tally = Tally(self.job, plan.total_steps)
+        self.tally = Tally(self.job, plan.total_steps, run_costs(self.job, run_dir, dataset))
+        names = self.job.producer_names, self.job.consumer_names
+        ingests = self.job.transport == "zmq"
+        self.watch = Watch(*names, self.job.start_step, time.monotonic(), ingests=ingests)
         self._journal = Journal(run_dir / "metrics.jsonl")
         self._router = router
         self._envelope = Envelope(self.job.run_id, self.job.incarnation)
         self._token = run_token()
-        self._expected = {LAUNCHER, *self.job.producer_names, *self.job.consumer_names}
+        self._expected = {LAUNCHER, INGEST, *self.job.producer_names, *self.job.consumer_names}
         self._identities: dict[str, bytes] = {}
         self._names: dict[bytes, str] = {}
+        self._unreachable: set[bytes] = set()
+        self._successors: dict[str, tuple[bytes, Hello, Envelope]] = {}
         self._due = dict.fromkeys((HEARTBEAT_S, SNAPSHOT_S, STREAM_ROW_S), time.monotonic())
 
     def run(self) -> None:
@@ -77,39 +84,38 @@ class Coordinator:
             return
         if isinstance(message, Hello):
             self._join(identity, message, envelope)
-        elif (name := self._names.get(identity)) is not None and not isinstance(message, Heartbeat):
-            self._dispatch(name, message)
+        elif (name := self._names.get(identity)) is not None:
+            if isinstance(message, Heartbeat):
+                self.watch.heard(name, message, time.monotonic())
+            else:
+                self._dispatch(name, message)
 
     def _join(self, identity: bytes, hello: Hello, envelope: Envelope) -> None:
-        reason = self._refusal(hello, envelope)
+        reason = refusal(self.job, self._token, self._expected, hello, envelope)
         if reason is not None:
             log.warning("refused %r (pid %s): %s", hello.name, hello.pid, reason)
             self._send_to(identity, Reject(reason=reason))
+            return
+        if hello.name in self._identities:
+            # A restarted producer whose predecessor's GONE is still under way, on another connection: it waits for it.
+            log.info("%s is here twice: the one with pid %s waits", hello.name, hello.pid)
+            self._successors[hello.name] = (identity, hello, envelope)
             return
         log.info("%s joined (pid %s on %s)", hello.name, hello.pid, hello.host)
         self._identities[hello.name], self._names[identity] = identity, hello.name
         welcome = Welcome(slots=self.job.slots, slot_bytes=self.job.slot_bytes, heartbeat_s=HEARTBEAT_S)
         self._send_to(identity, welcome)
+        self.watch.joined(hello.name, time.monotonic())
         self.conductor.joined(hello)
-
-    def _refusal(self, hello: Hello, envelope: Envelope) -> str | None:
-        if not secrets.compare_digest(hello.token.encode(), self._token.encode()):
-            return "the run token is wrong"
-        if envelope.run != self.job.run_id:
-            return f"this is run {self.job.run_id}, not {envelope.run}"
-        if hello.schema != self.job.schema:
-            return "target, taps, dtype or plan differ from this run's"
-        if hello.name not in self._expected:
-            return "this run has no such peer"
-        if hello.name in self._identities:
-            return "a peer of this name has joined already"
-        return None
 
     def _dispatch(self, name: str, message: AnyMessage) -> None:
         if self.conductor.handle(name, message):
             self.tally.note(message, time.monotonic())
+            self.watch.heard(name, message, time.monotonic())
             if isinstance(message, Gone):
                 self._names.pop(self._identities.pop(message.name, b""), None)
+                if (successor := self._successors.pop(message.name, None)) is not None:
+                    self._join(*successor)
 
     def _flush(self) -> None:
         for kind, row in self.conductor.rows:
@@ -121,20 +127,26 @@ class Coordinator:
         pending, self.conductor.out = self.conductor.out, []
         for name, message in pending:
             if (identity := self._identities.get(name)) is not None:
+                self.watch.sent(name, message, time.monotonic())
                 self._send_to(identity, message)
 
     def _send_to(self, identity: bytes, message: Message) -> None:
         try:
             self._router.send_multipart([identity, encode(message, self._envelope)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            # A dead peer: the launcher reaps it and says so, and what it held is granted again.
-            log.warning("could not send %s: %s", type(message).__name__, error)
+            # It has left, at the end, or it is dead: the launcher reaps it and says so, and its work is granted again.
+            if identity not in self._unreachable:
+                self._unreachable.add(identity)
+                log.info("%s hears nothing any more: %s", self._names.get(identity, "a stranger"), error)
 
     def _tick(self, now: float) -> None:
         if self._is_due(HEARTBEAT_S, now):
             for identity in self._names:
                 self._send_to(identity, Heartbeat(progress=0))
         if self._is_due(SNAPSHOT_S, now) and (launcher := self._identities.get(LAUNCHER)):
+            if line := self.watch.look(self.conductor.gate, self.conductor.ledger.counts["ready"], now):
+                self._journal.write("event", {"what": "stall", "text": line})
+                log.info("%s", line)
             self._send_to(launcher, Snapshot(state=self._state(now)))
         if self._is_due(STREAM_ROW_S, now):
             self._journal.write("stream", self._state(now))
@@ -146,7 +158,7 @@ class Coordinator:
         return True
 
     def _state(self, now: float) -> dict[str, Any]:
-        return self.tally.state(self.conductor, now)
+        return self.tally.state(self.conductor, now) | self.watch.state(self.conductor.gate, now)
 
 
 def main(run_dir: Path) -> None:

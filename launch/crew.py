@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 from launch.live import Screen
-from launch.machine import processors
+from launch.machine import threads_per_process
 from launch.signals import Interrupted, Signals
 from launch.supervise import Child
 from protocol.errors import RunError
 from protocol.gate import STOP
-from protocol.job import TOKEN_VARIABLE, Job
+from protocol.job import INGEST, TOKEN_VARIABLE, Job
 from protocol.messages import Error, Gone, Order, Snapshot, Stop
 from protocol.peer import Peer, hello
 
@@ -24,6 +24,11 @@ TICK_S = 0.1
 # A producer that has died this often while the run made no step is not started again.
 DEATHS_A_STEP = 3
 GRACE_S = 20.0
+# On a CPU, PyTorch and the oneDNN below it each keep what they compiled for the last 1024 shapes of a bf16 product, a
+# third of a MiB apiece and scattered over the heap. Blocks differ in their rows, so a consumer of 374 steps met 2,192
+# shapes and grew to 2.8 GiB; with 64 it stays at 0.9, computes the same bits and is no slower. The shapes of one block
+# must fit, and 0 crashes PyTorch.
+COMPILED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 
 
 class Crew:
@@ -33,9 +38,9 @@ class Crew:
         self._job, self._run_dir, self._ring_fd = job, run_dir, ring_fd
         self._signals, self._screen = signals, screen
         token = secrets.token_hex(32)
-        # Fixed whatever the number of producers is: results depend on the threads of a process.
-        threads = max(1, min(processors() // 2, 8))
-        self._environment = {"OMP_NUM_THREADS": str(threads), TOKEN_VARIABLE: token} | _ranks(len(job.consumers))
+        threads = str(threads_per_process())
+        base = {"OMP_NUM_THREADS": threads, TOKEN_VARIABLE: token}
+        self._environment = base | COMPILED_PRODUCTS | _ranks(len(job.consumers))
         self._step = job.start_step
         self._deaths: dict[str, tuple[int, int]] = {}  # step at the last death, deaths at that step
         self._asleep: dict[str, float] = {}
@@ -49,7 +54,8 @@ class Crew:
         self._peer = Peer(
             self._job.address, self._job.run_id, hello("launcher", "launcher", 0, self._token, self._job.schema)
         )
-        for name in (*self._job.producer_names, *self._job.consumer_names):
+        ingest = [INGEST] if self._job.transport == "zmq" else []
+        for name in (*ingest, *self._job.producer_names, *self._job.consumer_names):
             self._start(name)
         while True:
             time.sleep(TICK_S)
@@ -80,11 +86,13 @@ class Crew:
 
     def _start(self, name: str) -> None:
         role, _, index = name.partition("-")
-        module = "launch.coordinator" if role == "coordinator" else f"{role}.worker"
-        arguments = [str(self._run_dir)] + ([index, str(self._ring_fd)] if index else [])
+        module = f"{role}.worker" if index else f"launch.{role}"
+        # Who sends payload over ZeroMQ gets no hold on the ring: a late writer could not be told from the next one.
+        maps_ring = role == "consumer" or name == INGEST or (role == "producer" and self._job.transport == "shm")
+        arguments = [str(self._run_dir), *([index] if index else []), *([str(self._ring_fd)] if maps_ring else [])]
         environment = self._environment | ({"RANK": index, "LOCAL_RANK": index} if role == "consumer" else {})
         log_path = self._run_dir / "log" / f"{name}.log"
-        fds = [self._ring_fd] if index else []
+        fds = [self._ring_fd] if maps_ring else []
         self._children[name] = Child(name, module, arguments, log_path, environment, fds)
 
     def _alive(self, name: str) -> bool:
@@ -120,8 +128,9 @@ class Crew:
 
     def _tend_producers(self) -> None:
         """Reaps dead producers, tells the coordinator, and starts each again after a pause that doubles."""
-        if (code := self._children["coordinator"].exit_code()) is not None:
-            raise RunError(f"{self._children['coordinator'].obituary()} [{code}]")
+        for name in ("coordinator", INGEST):
+            if name in self._children and self._children[name].exit_code() is not None:
+                raise RunError(self._children[name].obituary())
         for name in self._names("producer"):
             child = self._children[name]
             if name in self._asleep:

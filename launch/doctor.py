@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from launch.machine import free_memory_bytes, processors, visible_gpus
 from protocol.cpu import cpu_has_bfloat16
 from protocol.errors import RequestError
@@ -37,7 +39,7 @@ def examine(config: Path | None) -> tuple[dict[str, Any], list[str], bool]:
         "free_memory_bytes": free_memory_bytes(),
         "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
         "huge_pages": _huge_pages(),
-        "gpus": [{"name": gpu.name, "total_bytes": gpu.total_bytes, "free_bytes": gpu.free_bytes} for gpu in gpus],
+        "gpus": [msgspec.to_builtins(gpu) for gpu in gpus],
         "problems": [],
     }
     problems: list[str] = report["problems"]
@@ -49,13 +51,20 @@ def examine(config: Path | None) -> tuple[dict[str, Any], list[str], bool]:
         notes.append("no GPU: both roles run on the CPU, which is for trying things out")
         if not cpu_has_bfloat16():
             notes.append("this CPU has no bfloat16 instructions: fp32 is used, about half as fast")
+    placed: list[str] = []
     if config is not None:
-        problems += _problems_of(config)
+        placed, found = _try_config(config)
+        problems += found
     lines = [
         f"python {report['python']}; " + ", ".join(f"{name} {found or 'missing'}" for name, found in versions.items()),
         f"{report['processors']} processors, {show_bytes(report['free_memory_bytes'])} of memory free, "
         f"{show_bytes(report['free_disk_bytes'])} of disk free, huge pages for shared memory: {report['huge_pages']}",
-        *(f"GPU {gpu.name}: {show_bytes(gpu.free_bytes)} of {show_bytes(gpu.total_bytes)} free" for gpu in gpus),
+        *(
+            f"cuda:{at} is GPU {gpu.index}, {gpu.name}, {gpu.uuid}: {show_bytes(gpu.free_bytes)} of "
+            f"{show_bytes(gpu.total_bytes)} free"
+            for at, gpu in enumerate(gpus)
+        ),
+        *placed,
         *(f"note: {note}" for note in notes),
         *(f"problem: {problem}" for problem in problems),
         "nothing is in the way" if not problems else f"{len(problems)} problem(s)",
@@ -83,20 +92,23 @@ def recompute_goldens(files: Sequence[Path], device: str) -> tuple[dict[str, Any
     return report, lines, sound
 
 
-def _problems_of(config: Path) -> list[str]:
-    """Why a config could not run here: the checks of `run` that need neither data nor a model."""
+def _try_config(config: Path) -> tuple[list[str], list[str]]:
+    """Who would run where, and why a config could not run here: the checks of `run` that need no data and no model."""
     from launch.config import load_config
-    from launch.placement import place
+    from launch.placement import place, show_placement
     from launch.start import outline
     from producer.locate import locate_target
 
+    placed: list[str] = []
     try:
         loaded = load_config(config)
         gpus = visible_gpus()
-        outline(loaded, locate_target(loaded.target), place(loaded.gpus, len(gpus)), gpus, free_memory_bytes())
+        placement = place(loaded.gpus, len(gpus))
+        placed.append(show_placement(placement, gpus))
+        outline(loaded, locate_target(loaded.target), placement, gpus, free_memory_bytes())
     except RequestError as error:
-        return [str(error)]
-    return []
+        return placed, [str(error)]
+    return placed, []
 
 
 def _version(name: str) -> str | None:

@@ -19,6 +19,8 @@ from protocol.units import show_bytes, show_seconds
 
 # First status after this long, then again as often: nobody should wonder whether it hangs.
 PLAIN_EVERY_S = 10.0
+# During set-up, whose parts speak for themselves, a line comes after so long without one.
+QUIET_S = 20.0
 RING_CELLS = 24
 
 
@@ -31,7 +33,8 @@ class Screen:
         self._console.on_broken_pipe = self._forget_reader  # type: ignore[method-assign]
         self._reader_gone = False
         self._live: Live | None = None
-        self._shown_s = time.monotonic()
+        self._stall: str | None = None
+        self._shown_s = self._spoke_s = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -39,13 +42,25 @@ class Screen:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._attempt(lambda: self._live.stop() if self._live is not None else None)
+        self.settle()
 
     def say(self, line: str) -> None:
         self._attempt(lambda: self._print(line))
 
     def show(self, state: dict[str, Any]) -> None:
         self._attempt(lambda: self._show(state))
+
+    def still(self, doing: str, since_s: float) -> None:
+        """Says what was said last once more, with the time since `since_s`, when QUIET_S have gone by without a line.
+        Both times are monotonic."""
+        now = time.monotonic()
+        if now - self._spoke_s >= QUIET_S:
+            self.say(f"still at it after {show_seconds(now - since_s)}: {doing}")
+
+    def settle(self) -> None:
+        """Takes the table away: what is said from here on is the last word."""
+        live, self._live = self._live, None
+        self._attempt(lambda: live.stop() if live is not None else None)
 
     def _attempt(self, write: Callable[[], None]) -> None:
         if not self._reader_gone:
@@ -63,16 +78,21 @@ class Screen:
             os.close(nowhere)
 
     def _print(self, line: str) -> None:
+        self._spoke_s = time.monotonic()
         self._console.print(line, markup=False, highlight=False)
         self._console.file.flush()
 
     def _show(self, state: dict[str, Any]) -> None:
         if self._console.is_terminal:
             if self._live is None:
-                self._live = Live(console=self._console, auto_refresh=False)
+                self._live = Live(console=self._console, auto_refresh=False, transient=True)
                 self._live.start()
             self._live.update(view(state), refresh=True)
-        elif time.monotonic() - self._shown_s >= PLAIN_EVERY_S:
+            return
+        if state["stall"] not in (None, self._stall):
+            self._print(state["stall"])
+        self._stall = state["stall"]
+        if time.monotonic() - self._shown_s >= PLAIN_EVERY_S:
             self._shown_s = time.monotonic()
             self._print(progress_line(state))
 
@@ -92,6 +112,8 @@ def view(state: dict[str, Any]) -> Table:
         rows.append(("acceptance length", f"{state['acceptance']:.3f}"))
         rows.append(("k drafts accepted", _shares(state["acceptance_per_position"])))
     rows.append(("streamed", show_bytes(state["bytes_streamed"])))
+    if state["waiting"] is not None:
+        rows.append(("waiting", f"for {state['waiting']}"))
     troubles = [
         f"{state[what]} {what}"
         for what in ("restarts", "quarantined", "numerics_changed", "checkpoints_failed")
@@ -106,7 +128,13 @@ def view(state: dict[str, Any]) -> Table:
 
 
 def _side(state: dict[str, Any], side: str) -> str:
-    return f"{state[f'{side}_tokens_per_s']:,.0f} tokens/s, waiting {state[f'{side}_wait_share']:.0%}"
+    done = {"producer": "produced", "consumer": "trained"}[side]
+    mfu = state[f"{side}_mfu"]
+    return (
+        f"{state[f'{side}_tokens_per_s']:,.0f} tokens/s, "
+        + (f"MFU {mfu:.0%}, " if mfu is not None else "")
+        + f"waiting {state[f'{side}_wait_share']:.0%}, {state[f'blocks_{done}']:,} blocks {done}"
+    )
 
 
 def _ring(counts: dict[str, int], slots: int) -> str:

@@ -11,11 +11,13 @@ import msgspec
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One visible GPU; memory in bytes."""
+    """One visible GPU; memory in bytes. `index` and `uuid` are the machine's names for it, whatever is visible."""
 
     name: str
     total_bytes: int
     free_bytes: int
+    index: str = ""
+    uuid: str = ""
 
 
 # The files of a memory cgroup, version 2 and 1: its limit, its use, and what of that is page cache (in memory.stat;
@@ -78,6 +80,11 @@ def processors() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def threads_per_process() -> int:
+    """Threads of each producer and consumer. Fixed whatever their number is: results depend on it."""
+    return max(1, min(processors() // 2, 8))
+
+
 def visible_gpus() -> list[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; empty without a driver.
 
@@ -94,7 +101,7 @@ def visible_gpus() -> list[Gpu]:
     for line in answer.stdout.strip().splitlines():
         index, uuid, name, *memory = (part.strip() for part in line.split(","))
         total_bytes, free_bytes = (int(mib) << 20 if mib.isdecimal() else free_memory_bytes() for mib in memory)
-        gpus[index, uuid] = Gpu(name, total_bytes, free_bytes)
+        gpus[index, uuid] = Gpu(name, total_bytes, free_bytes, index, uuid)
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return list(gpus.values()) if chosen is None else _chosen(gpus, chosen)
 

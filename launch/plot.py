@@ -44,10 +44,11 @@ def line_chart(title: str, x_name: str, curve: Sequence[Point], levels: Mapping[
     return f'<svg {box} font-family="sans-serif" font-size="12">\n{paper}\n{body}\n</svg>\n'
 
 
-def smooth(values: Sequence[float], share: float = 0.02) -> list[float]:
-    """A running mean over the last `share` of all values (at least one), so that a noisy curve can be read."""
+def smooth(values: Sequence[float], share: float = 0.02) -> tuple[list[float], int]:
+    """A running mean over the last `share` of all values (at least one), so that a noisy curve can be read; and how
+    many values it is over."""
     width = max(1, round(len(values) * share))
-    return [sum(values[max(0, end - width) : end]) / min(end, width) for end in range(1, len(values) + 1)]
+    return [sum(values[max(0, end - width) : end]) / min(end, width) for end in range(1, len(values) + 1)], width
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

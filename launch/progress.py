@@ -18,13 +18,21 @@ def progress_line(state: dict[str, Any]) -> str:
     if state["acceptance"] is not None:
         parts.append(f"acceptance {state['acceptance']:.2f}")
     parts += [
-        f"produced {state['producer_tokens_per_s']:.0f} tok/s",
-        f"trained {state['consumer_tokens_per_s']:.0f} tok/s",
+        _side(state, "producer", "produced"),
+        _side(state, "consumer", "trained"),
         f"ring {filled} ready + {ring['leased']} filling of {state['ring_slots']}",
         f"waits: producer {state['producer_wait_share']:.0%} consumer {state['consumer_wait_share']:.0%}",
     ]
     for what in ("restarts", "quarantined", "checkpoints_failed"):
         if state[what]:
             parts.append(f"{what.replace('_', ' ')} {state[what]}")
+    if state["waiting"] is not None:
+        parts.append(f"waiting for {state['waiting']}")
     parts.append(f"left {show_seconds(state['eta_s'])}" if state["eta_s"] is not None else "left: not known yet")
     return " | ".join(parts)
+
+
+def _side(state: dict[str, Any], side: str, done: str) -> str:
+    mfu = state[f"{side}_mfu"]
+    rate = f"{state[f'{side}_tokens_per_s']:.0f} tok/s" + (f" (MFU {mfu:.0%})" if mfu is not None else "")
+    return f"{done} {state[f'blocks_{done}']} blocks, {rate}"

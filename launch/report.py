@@ -6,6 +6,7 @@ Everything is read from the run's folder, so a report can be made again at any t
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,12 @@ def write_report(run_dir: Path) -> Path:
     for name, svg in pictures.items():
         (run_dir / "report" / name).write_text(svg, encoding="utf-8")
     text = report(
-        summarise(run_dir), rows, _read(run_dir / "config.resolved.json"), _read(run_dir / "plan.json"), pictures
+        summarise(run_dir, ended=True),
+        rows,
+        _read(run_dir / "config.resolved.json"),
+        _read(run_dir / "plan.json"),
+        pictures,
+        _commands(run_dir / "export"),
     )
     path = run_dir / "report.md"
     path.write_text(text, encoding="utf-8")
@@ -31,9 +37,14 @@ def write_report(run_dir: Path) -> Path:
 
 
 def report(
-    summary: dict[str, Any], rows: list[Row], config: dict[str, Any], plan: dict[str, Any], pictures: dict[str, str]
+    summary: dict[str, Any],
+    rows: list[Row],
+    config: dict[str, Any],
+    plan: dict[str, Any],
+    pictures: dict[str, str],
+    commands: list[str],
 ) -> str:
-    """The report as Markdown. Pure."""
+    """The report as Markdown; `commands` serve the export. Pure."""
     sections = [
         f"# {summary['run']}: {summary['state']}",
         summary["reason"] or "",
@@ -41,7 +52,7 @@ def report(
         _acceptance(summary, rows),
         "\n\n".join(f"![{name.removesuffix('.svg')}](report/{name})" for name in pictures),
         _stream(summary, rows),
-        _serving(summary, config),
+        _serving(summary, config, commands),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -49,19 +60,37 @@ def report(
 def _what_ran(rows: list[Row], config: dict[str, Any], plan: dict[str, Any]) -> str:
     drafter, train = config["drafter"], config["train"]
     starts = of_kind(rows, "start")
-    placement = starts[-1]["placement"] if starts else {"producers": [], "consumers": []}
+    start = starts[-1] if starts else {}
+    placement = start.get("placement", {"producers": [], "consumers": []})
+    versions = [f"{name} {version}" for name, version in start.get("versions", {}).items()]
+    machine = start.get("machine", {})
+    gpus = [f"{count} x {name}" for name, count in Counter(machine.get("gpus", [])).items()]
     lived_s = rows[-1]["time"] - rows[0]["time"] if rows else 0.0
     lines = [
-        f"- target: `{config['target']['model']}`",
-        f"- data: {', '.join('`' + source['path'] + '`' for source in config['data']['train'])}; {plan['samples']:,} "
-        f"samples, {plan['tokens']:,} tokens",
+        f"- target: `{config['target']['model']}`"
+        + (f", revision {config['target']['revision']}" if config["target"].get("revision") else ""),
+        f"- data: {_paths(config['data']['train'])}; {plan['samples']:,} samples, {plan['tokens']:,} tokens",
+        f"- held out: {_paths(config['data'].get('eval', [])) or 'nothing'}",
         f"- drafter: {drafter['layers']} layers, block size {drafter['block_size']}, taps {drafter['taps']}",
         f"- plan: {plan['epochs']} epochs, {plan['steps']:,} steps of about {train['batch_tokens']:,} tokens; "
         f"{train['schedule']} schedule, rate {train['lr']:g}, loss {train['loss']}",
         f"- producers on {', '.join(placement['producers'])}; consumers on {', '.join(placement['consumers'])}",
-        f"- {len(starts)} start(s) over {show_seconds(lived_s)}",
+        f"- machine: {start.get('host', 'unknown')}, {machine.get('processors', '?')} processors, "
+        f"{', '.join(gpus) or 'no GPU'}, {machine.get('system', 'unknown system')}",
+        f"- versions: {', '.join(versions) or 'not recorded'}",
+        f"- command: `{start.get('command', 'not recorded')}`",
+        f"- {len(starts)} start(s) over {show_seconds(lived_s)}"
+        + (", the figures above of the last" if starts[1:] else ""),
+        *(f"  - from step {each['step']}: {changed}" for each in starts for changed in each.get("changed", [])),
     ]
+    if drafter.get("init_from"):
+        with_optimiser = " and its optimiser's state" if drafter.get("init_optimiser") else ""
+        lines.insert(4, f"- started from the weights of `{drafter['init_from']}`{with_optimiser}")
     return "## What ran\n\n" + "\n".join(lines)
+
+
+def _paths(sources: list[dict[str, Any]]) -> str:
+    return ", ".join(f"`{source['path']}`" for source in sources)
 
 
 def _acceptance(summary: dict[str, Any], rows: list[Row]) -> str:
@@ -90,24 +119,34 @@ def _line(name: str, row: dict[str, Any]) -> str:
 def _stream(summary: dict[str, Any], rows: list[Row]) -> str:
     events = [row for row in of_kind(rows, "event") if row["what"] != "checkpoint"]
     waits = [(side, summary[f"{side}_wait_share"]) for side in ("producer", "consumer")]
+    since = " in the last stretch" if summary["starts"] > 1 else ""
     lines = [
         f"- streamed {show_bytes(summary['bytes_streamed'])}; a full dump of one epoch would have taken "
         f"{show_bytes(summary['full_dump_bytes'] or 0)} of disk",
-        *(f"- {side}s waited {share:.0%} of their time" for side, share in waits if share is not None),
+        *(f"- {side}s waited {share:.0%} of their time{since}" for side, share in waits if share is not None),
         f"- restarts: {summary['restarts']}; quarantined samples: {summary['quarantined']}",
         *(f"- {row['what']}: {row['text']}" for row in events),
     ]
     return "## The stream\n\n" + "\n".join(lines)
 
 
-def _serving(summary: dict[str, Any], config: dict[str, Any]) -> str:
+def _serving(summary: dict[str, Any], config: dict[str, Any], commands: list[str]) -> str:
     if summary["export"] is None:
         return "## The drafter\n\nNot exported yet: `draftwire export RUN OUT` does it from any checkpoint."
     block_size = config["drafter"]["block_size"]
     return (
         f"## The drafter\n\nIn `{summary['export']}`, whose README.md says how to serve it: {block_size - 1} "
-        f"speculative tokens in vLLM, {block_size} draft tokens in SGLang."
+        f"speculative tokens in vLLM, {block_size} draft tokens in SGLang.\n\n" + "\n".join(commands)
     )
+
+
+def _commands(export: Path) -> list[str]:
+    """The command lines of the export's own README.md, with its folder filled in."""
+    try:
+        lines = (export / "README.md").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [line.replace("THIS_FOLDER", str(export)) for line in lines if line.startswith("    ")]
 
 
 def _pictures(rows: list[Row]) -> dict[str, str]:
@@ -115,9 +154,9 @@ def _pictures(rows: list[Row]) -> dict[str, str]:
     pictures: dict[str, str] = {}
     if steps:
         found = [(row["step"], row["loss"]) for row in steps if row["loss"] is not None]
-        pictures["loss.svg"] = _curve("loss (running mean)", found)
+        pictures["loss.svg"] = _curve("loss", found)
         found = [(row["step"], row["accuracy"][0]) for row in steps]
-        pictures["accuracy.svg"] = _curve("accuracy of the first drafted token, in training (running mean)", found)
+        pictures["accuracy.svg"] = _curve("accuracy of the first drafted token, in training", found)
     if evaluations:
         baseline = (of_kind(rows, "baseline") or [{}])[-1]
         levels = {name: row["acceptance_mean"] for name, row in baseline.items() if isinstance(row, dict)}
@@ -127,7 +166,8 @@ def _pictures(rows: list[Row]) -> dict[str, str]:
 
 
 def _curve(title: str, points: list[Point]) -> str:
-    means = smooth([y for _, y in points])
+    means, width = smooth([y for _, y in points])
+    title += f" (mean of {width} steps)" if width > 1 else ""
     return line_chart(title, "step", list(zip([x for x, _ in points], means, strict=True)), {})
 
 

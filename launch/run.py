@@ -6,12 +6,17 @@ signals into an orderly end. It decides nothing about blocks and loads no model.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import socket
-from collections.abc import Callable, Iterable
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,18 +26,18 @@ from launch.config import Config
 from launch.crew import DONE, INTERRUPTED, Crew
 from launch.difference import differences
 from launch.live import Screen
-from launch.machine import free_memory_bytes, processors, visible_gpus
-from launch.metrics import append_row
-from launch.placement import place
+from launch.machine import Gpu, free_memory_bytes, processors, visible_gpus
+from launch.metrics import append_row, of_kind, read_rows
+from launch.placement import place, show_placement
 from launch.report import write_report
 from launch.runfolder import RunLock
 from launch.signals import Interrupted, Signals
-from launch.start import Outline, bill, check_resumable, dataset_folder, make_job, make_plan, outline
+from launch.start import Outline, bill, check_resumable, dataset_folder, make_job, make_plan, outline, plan_params
 from launch.summary import describe, summarise
 from launch.supervise import Child
 from producer.config import EMBEDDED
 from producer.locate import locate_target
-from producer.setup_args import SetupArgs
+from producer.setup_args import Resumed, SetupArgs
 from protocol.arena import create_arena
 from protocol.child import ERROR_PREFIX
 from protocol.dataset import TokenDataset
@@ -62,7 +67,7 @@ def run(config: Config, resume: bool, screen: Screen, forked_from: Path | None =
             )
         return _run_locked(config, run_dir, forked_from or run_dir, signals, screen)
     except Interrupted:
-        screen.say("interrupted at once; with --resume the same command goes on from the newest checkpoint")
+        screen.say(_after_an_interruption(run_dir))
         return STOPPED_AT_ONCE
     finally:
         lock.release()
@@ -72,13 +77,24 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
     say = screen.say
     gpus, free_bytes = visible_gpus(), free_memory_bytes()
     placement = place(config.gpus, len(gpus))
+    say(f"run {config.run.name}: {show_placement(placement, gpus)}; log files in {run_dir}/log")
     if config.target.model == EMBEDDED:
-        _one_off("convert", "producer.embedded", [], run_dir, signals, say)
+        _one_off("convert", "producer.embedded", [], run_dir, signals, screen)
     found = outline(config, locate_target(config.target, say), placement, gpus, free_bytes)
+    _say_all(found.notes, say)
     checkpoint, notes = newest_good(run_dir / "checkpoints")
     if checkpoint is not None:
         check_resumable(config, found, checkpoint)
-    dataset = _set_up(config, found, run_dir, signals, say)
+    elif notes:
+        where = run_dir / "checkpoints"
+        raise RequestError(f"{'; '.join(notes)}: there is no checkpoint to go on from; move {where} away to begin anew")
+    changed = _differences(earlier, config)
+    _say_all(changed, say)
+    try:
+        dataset = _set_up(config, found, checkpoint, run_dir, signals, screen)
+    except Interrupted:
+        append_row(run_dir / "metrics.jsonl", "end", {"state": "interrupted", "reason": "while it was being prepared"})
+        raise
     plan = make_plan(config, found, dataset)
     job, more = make_job(config, found, dataset, plan, checkpoint)
     _say_all([*notes, *more], say)
@@ -91,7 +107,6 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
             append_row(run_dir / "metrics.jsonl", "end", {"state": "done", "reason": ""})
         _say_all(_ended(run_dir, "done"), say)
         return DONE
-    _say_all(_differences(earlier, config), say)
     # Only now is it certain that this configuration is the run's: a refused one leaves the old one in place.
     _write_json(run_dir / "config.resolved.json", msgspec.to_builtins(config))
     write_job(run_dir, job)
@@ -100,12 +115,16 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
         f"bytes a token: a full dump would take {show_bytes(costs['full_dump_bytes'])}, "
         f"the ring takes {show_bytes(costs['ring_bytes'])}"
     )
-    say(f"producers on {', '.join(job.producers)}; consumers on {', '.join(job.consumers)}; log files in {run_dir}/log")
-    return _supervise(job, run_dir, free_bytes, signals, screen)
+    say("producers and consumers load")
+    start = {"step": job.start_step, "changed": changed} | circumstances(job, gpus)
+    return _supervise(job, run_dir, start, free_bytes, signals, screen)
 
 
-def _set_up(config: Config, found: Outline, run_dir: Path, signals: Signals, say: Say) -> TokenDataset:
+def _set_up(
+    config: Config, found: Outline, checkpoint: Path | None, run_dir: Path, signals: Signals, screen: Screen
+) -> TokenDataset:
     """Token dataset, target_io and eval shard, made by a process of its own that loads the target if it must."""
+    resumed = Resumed(checkpoint=str(checkpoint), plan=plan_params(config, found)) if checkpoint is not None else None
     folder = dataset_folder(config)
     args = SetupArgs(
         target_dir=str(found.target_dir),
@@ -117,15 +136,17 @@ def _set_up(config: Config, found: Outline, run_dir: Path, signals: Signals, say
         eval_prompts=config.eval.prompts,
         eval_max_new_tokens=config.eval.max_new_tokens,
         device=found.placement.producers[0],
+        resumed=resumed,
         init_layers=config.drafter.layers if config.drafter.init == "target" else 0,
     )
     _write_json(run_dir / "setup.json", msgspec.to_builtins(args))
-    _one_off("setup", "producer.setup", [str(run_dir / "setup.json")], run_dir, signals, say)
+    _one_off("setup", "producer.setup", [str(run_dir / "setup.json")], run_dir, signals, screen)
     return TokenDataset.open(folder)
 
 
-def _one_off(name: str, module: str, arguments: list[str], run_dir: Path, signals: Signals, say: Say) -> None:
-    """Runs a child to its end and passes its lines on; raises what it ended with."""
+def _one_off(name: str, module: str, arguments: list[str], run_dir: Path, signals: Signals, screen: Screen) -> None:
+    """Runs a child to its end and passes its lines on, or says that it still works; raises what it ended with."""
+    started_s, doing = time.monotonic(), f"starts {name}"
     log_path = run_dir / "log" / f"{name}.log"
     start_bytes = log_path.stat().st_size if log_path.exists() else 0
     # Alone on the machine, it may use every core.
@@ -137,7 +158,9 @@ def _one_off(name: str, module: str, arguments: list[str], run_dir: Path, signal
             code = child.wait(TICK_S)
             for line in log:
                 if not line.startswith(ERROR_PREFIX):
-                    say(line.rstrip())
+                    doing = line.rstrip()
+                    screen.say(doing)
+            screen.still(doing, started_s)
             if signals.wishes:
                 child.end(grace_s=1.0)
                 raise Interrupted
@@ -147,13 +170,12 @@ def _one_off(name: str, module: str, arguments: list[str], run_dir: Path, signal
         raise RunError(child.obituary())
 
 
-def _supervise(job: Job, run_dir: Path, free_bytes: int, signals: Signals, screen: Screen) -> int:
+def _supervise(
+    job: Job, run_dir: Path, start: dict[str, Any], free_bytes: int, signals: Signals, screen: Screen
+) -> int:
     ring_fd = create_arena(job.slots, job.slot_bytes, free_bytes)
     try:
         crew = Crew(job, run_dir, ring_fd, signals, screen)
-        versions = {"draftwire": DRAFTWIRE_VERSION, "python": platform.python_version()}
-        placement = {"producers": job.producers, "consumers": job.consumers}
-        start = {"step": job.start_step, "versions": versions, "host": socket.gethostname(), "placement": placement}
         append_row(run_dir / "metrics.jsonl", "start", start)
         state, reason = "failed", "the launcher was interrupted"
         try:
@@ -165,6 +187,7 @@ def _supervise(job: Job, run_dir: Path, free_bytes: int, signals: Signals, scree
             raise
         finally:
             crew.end()
+            screen.settle()
             _close(run_dir, state, reason, screen.say)
     finally:
         os.close(ring_fd)
@@ -174,8 +197,31 @@ def _supervise(job: Job, run_dir: Path, free_bytes: int, signals: Signals, scree
     return DONE if state == "done" else INTERRUPTED
 
 
+def circumstances(job: Job, gpus: Sequence[Gpu]) -> dict[str, Any]:
+    """What a reader of the run's folder may ask later: versions, machine, command, who ran where."""
+    versions = {"draftwire": DRAFTWIRE_VERSION, "python": platform.python_version()}
+    return {
+        "versions": versions | {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        "host": socket.gethostname(),
+        "machine": {"system": platform.platform(), "processors": processors(), "gpus": [gpu.name for gpu in gpus]},
+        "command": shlex.join(["draftwire", *sys.argv[1:]]),
+        "placement": {"producers": job.producers, "consumers": job.consumers},
+    }
+
+
 def _has_started(run_dir: Path) -> bool:
-    return (run_dir / "metrics.jsonl").exists() or any((run_dir / "checkpoints").glob("step-*"))
+    """Whether training began here; a run that was stopped while it was prepared has lost nothing by a new start."""
+    return bool(of_kind(read_rows(run_dir / "metrics.jsonl"), "start")) or _has_checkpoint(run_dir)
+
+
+def _has_checkpoint(run_dir: Path) -> bool:
+    return any((run_dir / "checkpoints").glob("step-*"))
+
+
+def _after_an_interruption(run_dir: Path) -> str:
+    if _has_checkpoint(run_dir):
+        return "interrupted at once; with --resume the same command goes on from the newest checkpoint"
+    return "interrupted before there was a checkpoint; the same command with --resume begins anew"
 
 
 def _refuse_blocked_export(run_dir: Path) -> None:
@@ -196,9 +242,8 @@ def _close(run_dir: Path, state: str, reason: str, say: Say) -> None:
 
 
 def _ended(run_dir: Path, state: str) -> list[str]:
-    """The summary of a run that has ended; its lock, still held here, makes it look alive."""
-    first, *others = describe(summarise(run_dir))
-    return [first.replace("running", state), *others]
+    """The summary of a run that has ended."""
+    return describe(summarise(run_dir, ended=True) | {"state": state})
 
 
 def _differences(earlier: Path, config: Config) -> list[str]:

@@ -6,6 +6,7 @@ runs/NAME/  config.resolved.json  job.json  plan.json  metrics.jsonl  log/
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import os
 import struct
@@ -20,16 +21,30 @@ _FLOCK = "hhqqi0q"
 
 def find_run(name: str, runs: Path = Path("runs")) -> Path:
     """The folder of a run given by path, by name under `runs`, or as "latest". RequestError when there is none."""
+    there = {folder.name: folder for folder in sorted(runs.glob("*")) if _is_run(folder)}
     if name == "latest":
-        found = sorted(runs.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-        if not found:
+        if not (written := {folder: at for folder in there.values() if (at := _last_written(folder))}):
             raise RequestError(f"no run in {runs}/ yet: `draftwire run CONFIG` starts one")
-        return found[-1].parent
+        return max(written, key=lambda folder: written[folder])
     for folder in (Path(name), runs / name):
-        if (folder / "config.resolved.json").is_file():
+        if _is_run(folder):
             return folder
-    known = ", ".join(sorted(path.parent.name for path in runs.glob("*/config.resolved.json"))) or "none"
-    raise RequestError(f"{name}: no run of that name or path (runs in {runs}/: {known})")
+    near = difflib.get_close_matches(Path(name).name, there, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    raise RequestError(f"{name}: no run of that name or path (runs in {runs}/: {', '.join(there) or 'none'}){meant}")
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a run was started here, is just being prepared, or was once."""
+    return any((folder / name).is_file() for name in ("config.resolved.json", "setup.json")) or is_alive(folder)
+
+
+def _last_written(folder: Path) -> float:
+    """When a run last recorded something; one that is being prepared has its lock only. 0: never."""
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists():
+        return metrics.stat().st_mtime
+    return (folder / LOCK_NAME).stat().st_mtime if is_alive(folder) else 0.0
 
 
 class RunLock:
@@ -59,7 +74,7 @@ def is_alive(run_dir: Path) -> bool:
     """Whether a launcher holds this run's lock. Only asks: taking it, however briefly, could make a start fail."""
     try:
         fd = os.open(run_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     try:
         found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))

@@ -18,6 +18,7 @@ import numpy as np
 
 from consumer.checkpoints import read_cursor, read_manifest, read_shape
 from consumer.shape import DrafterShape, differing_fields, resolve_shape
+from launch.budget import Block, Budgets, Need, consumer_need, divide, occupied, producer_need
 from launch.config import Config
 from launch.machine import Gpu
 from launch.placement import Placement
@@ -29,7 +30,7 @@ from protocol.errors import RequestError
 from protocol.job import Job
 from protocol.plan import Plan, PlanParams
 from protocol.ring import RingSize, ring_size
-from protocol.sockets import endpoint
+from protocol.sockets import endpoint, payload_endpoint
 from protocol.units import show_bytes
 
 # Bounds of one block when the config leaves them open: blocks of this many tokens keep a GPU busy, and fewer, larger
@@ -50,6 +51,10 @@ class Outline(msgspec.Struct, frozen=True):
     microbatch_tokens: int
     microbatch_draft_tokens: int
     ring: RingSize
+    producer_need: Need
+    consumer_need: Need
+    budgets: Budgets
+    notes: list[str]
 
 
 def outline(config: Config, target_dir: Path, placement: Placement, gpus: Sequence[Gpu], free_bytes: int) -> Outline:
@@ -59,7 +64,6 @@ def outline(config: Config, target_dir: Path, placement: Placement, gpus: Sequen
     dtype = feature_dtype(config.target, facts, placement.producers[0])
     if config.drafter.init_from is not None:
         _check_init_from(Path(config.drafter.init_from), shape)
-    _refuse_what_cannot_fit(target_dir, placement, gpus, free_bytes)
     train = config.train
     asked_tokens, asked_draft_tokens = train.microbatch_tokens, train.microbatch_draft_tokens
     default_tokens = max(config.data.max_length, min(train.batch_tokens, MICROBATCH_TOKENS))
@@ -73,10 +77,21 @@ def outline(config: Config, target_dir: Path, placement: Placement, gpus: Sequen
     draft_tokens = default_draft_tokens if asked_draft_tokens == "auto" else asked_draft_tokens
     width = len(shape.target_layer_ids) * shape.hidden_size
     largest = min(tokens, max(train.batch_tokens, config.data.max_length))
+    needs = _needs(config, target_dir, facts, shape, dtype, Block(largest, draft_tokens, config.data.max_length))
+    if placement.producers[0] == "cpu":
+        _refuse_what_cannot_fit(needs[0], placement, free_bytes)
+    budgets = divide(placement, gpus, *needs)
+    notes = occupied(placement, gpus)
+    if budgets.producer:
+        shares = f"{show_bytes(budgets.producer)} for the producer, {show_bytes(budgets.consumer)} for the consumer"
+        needed = f"they need {show_bytes(needs[0].total)} and {show_bytes(needs[1].total)} at most"
+        notes.append(f"GPU memory, shared: {shares}; {needed}")
     processes = len(placement.producers) + len(placement.consumers)
     # A sample has two tokens at least: an anchor and what follows it.
     ring = ring_size(config.ring, largest, largest // 2, width, dtype, processes, free_bytes)
-    return Outline(target_dir, facts, shape, placement, dtype, width, tokens, draft_tokens, ring)
+    return Outline(
+        target_dir, facts, shape, placement, dtype, width, tokens, draft_tokens, ring, *needs, budgets, notes
+    )
 
 
 def dataset_folder(config: Config) -> Path:
@@ -85,9 +100,9 @@ def dataset_folder(config: Config) -> Path:
     return Path(config.run.dir) / "datasets" / hashlib.blake2b(key, digest_size=8).hexdigest()
 
 
-def make_plan(config: Config, found: Outline, dataset: TokenDataset) -> Plan:
-    """The plan of this configuration over a prepared dataset. Raises RequestError."""
-    params = PlanParams(
+def plan_params(config: Config, found: Outline) -> PlanParams:
+    """What decides the plan beside the data."""
+    return PlanParams(
         seed=config.train.seed,
         epochs=config.train.epochs,
         batch_tokens=config.train.batch_tokens,
@@ -98,7 +113,11 @@ def make_plan(config: Config, found: Outline, dataset: TokenDataset) -> Plan:
         consumers=len(found.placement.consumers),
         max_steps=config.train.max_steps,
     )
-    return Plan(dataset.lengths, dataset.eligible, params, dataset.fingerprint)
+
+
+def make_plan(config: Config, found: Outline, dataset: TokenDataset) -> Plan:
+    """The plan of this configuration over a prepared dataset. Raises RequestError."""
+    return Plan(dataset.lengths, dataset.eligible, plan_params(config, found), dataset.fingerprint)
 
 
 def check_resumable(config: Config, found: Outline, checkpoint: Path) -> None:
@@ -126,6 +145,9 @@ def make_job(
         run_id=run_id,
         incarnation=secrets.randbits(31),
         address=endpoint(run_id),
+        # On one node shared memory takes every byte once; over ZeroMQ it is copied four times.
+        transport="shm" if config.ring.transport == "auto" else config.ring.transport,
+        payload_address=payload_endpoint(run_id),
         target_dir=str(found.target_dir),
         dataset_dir=str(dataset_folder(config)),
         taps=found.shape.target_layer_ids,
@@ -136,11 +158,14 @@ def make_job(
         schema=hashlib.blake2b(msgspec.json.encode(schema), digest_size=16).hexdigest(),
         shape=msgspec.to_builtins(shape),
         plan=plan.params,
+        plan_hash=plan.hash,
         start_step=cursor.next_step if cursor is not None else 0,
         checkpoint=str(checkpoint) if checkpoint is not None else None,
         quarantined=cursor.quarantined if cursor is not None else {},
         producers=found.placement.producers,
         consumers=found.placement.consumers,
+        producer_bytes=found.budgets.producer,
+        consumer_bytes=found.budgets.consumer,
         quarantine_limit=config.train.quarantine_limit,
     )
     return job, notes
@@ -158,6 +183,7 @@ def bill(found: Outline, dataset: TokenDataset, plan: Plan) -> dict[str, Any]:
         "bytes_per_token": bytes_per_token,
         "full_dump_bytes": tokens * bytes_per_token,
         "ring_bytes": found.ring.total_bytes,
+        "gpu_memory": {"producer": found.producer_need.total, "consumer": found.consumer_need.total},
         "plan_hash": plan.hash,
         "step_hash": plan.step_hash,
     }
@@ -185,23 +211,26 @@ def _check_init_from(folder: Path, shape: DrafterShape) -> None:
         raise RequestError(f"drafter.init_from: {folder} has another {', '.join(differing)} than [drafter] asks for")
 
 
-def _refuse_what_cannot_fit(target_dir: Path, placement: Placement, gpus: Sequence[Gpu], free_bytes: int) -> None:
-    weight_bytes = weight_size(target_dir)[1]
-    if placement.producers[0] == "cpu":
-        needed = weight_bytes * len(placement.producers)
-        if needed > free_bytes:
-            raise RequestError(
-                f"target.model: {len(placement.producers)} x {show_bytes(weight_bytes)} of weights do not fit into "
-                f"{show_bytes(free_bytes)} of free memory: use a smaller target or fewer producers"
-            )
-        return
-    for device in placement.producers:
-        gpu = gpus[int(device.partition(":")[2])]
-        if weight_bytes > gpu.free_bytes:
-            raise RequestError(
-                f"target.model: {show_bytes(weight_bytes)} of weights do not fit into the {show_bytes(gpu.free_bytes)} "
-                f"that are free on {device} ({gpu.name}): free the GPU, or use a smaller target"
-            )
+def _needs(
+    config: Config, target_dir: Path, facts: dict[str, Any], shape: DrafterShape, dtype: str, block: Block
+) -> tuple[Need, Need]:
+    """Bytes that a producer and a consumer need on their devices."""
+    width = CARRIERS[dtype].itemsize
+    # As stored, but for what is cast on loading; quantised weights keep their size.
+    stored = CARRIERS[facts["dtype"]].itemsize if facts["dtype"] in CARRIERS else width
+    weight_bytes = weight_size(target_dir)[1] * width // stored
+    taps = len(shape.target_layer_ids)
+    producer = producer_need(weight_bytes, facts, taps, width, block)
+    compute_width = 4 if config.train.precision == "fp32" else 2
+    return producer, consumer_need(shape, facts["tied"], width, compute_width, block)
+
+
+def _refuse_what_cannot_fit(producer: Need, placement: Placement, free_bytes: int) -> None:
+    if producer.held * len(placement.producers) > free_bytes:
+        raise RequestError(
+            f"target.model: {len(placement.producers)} x {show_bytes(producer.held)} of weights do not fit into "
+            f"{show_bytes(free_bytes)} of free memory: use a smaller target or fewer producers"
+        )
 
 
 def _target(config: Config, found: Outline) -> str:

@@ -8,11 +8,24 @@ from typing import Any
 
 from launch.metrics import of_kind, read_rows
 from launch.runfolder import is_alive
-from protocol.units import show_bytes
+from protocol.units import show_bytes, show_seconds
+
+# What only a run that is alive has: of its newest snapshot, ten seconds old at most.
+LIVE_KEYS = (
+    "producer_tokens_per_s",
+    "consumer_tokens_per_s",
+    "producer_mfu",
+    "consumer_mfu",
+    "waiting",
+    "eta_s",
+)
 
 
-def summarise(run_dir: Path) -> dict[str, Any]:
-    """The keys of `draftwire status --json`; a figure that is not known yet is None."""
+def summarise(run_dir: Path, ended: bool = False) -> dict[str, Any]:
+    """The keys of `draftwire status --json`; a figure that is not known yet is None.
+
+    `ended`: the run is over, although its launcher, who asks, still holds its lock.
+    """
     rows = read_rows(run_dir / "metrics.jsonl")
     steps, evals, streams = (of_kind(rows, kind) for kind in ("step", "eval", "stream"))
     # Only an end behind the newest start speaks of it: a launcher that was killed wrote none.
@@ -20,12 +33,15 @@ def summarise(run_dir: Path) -> dict[str, Any]:
     ends = [row for row in lives[-1:] if row["kind"] == "end"]
     last_step = steps[-1] if steps else {}
     last_stream = streams[-1] if streams else {}
+    alive = not ended and is_alive(run_dir)
+    # A stretch of its own begins with a row of kind "start"; what lies before it says nothing about now.
+    prepares = alive and (not lives or lives[-1]["kind"] == "end")
     plan = _read_json(run_dir / "plan.json")
     export = run_dir / "export"
     baselines = of_kind(rows, "baseline")
-    alive = is_alive(run_dir)
     return {
         "run": run_dir.name,
+        "prepares": prepares,
         "state": "running" if alive else (ends[-1]["state"] if ends else "failed"),
         "reason": None if alive or not ends else ends[-1]["reason"],
         "step": last_step.get("step", 0),
@@ -48,19 +64,25 @@ def summarise(run_dir: Path) -> dict[str, Any]:
         "bytes_streamed": _streamed(rows),
         "full_dump_bytes": plan.get("full_dump_bytes"),
         "quarantined": last_stream.get("quarantined", 0),
+        "starts": sum(row["kind"] == "start" for row in lives),
         "restarts": sum(row["what"] == "gone" for row in of_kind(rows, "event")),
         "export": str(export) if export.exists() else None,
-    }
+    } | {key: last_stream.get(key) if alive and not prepares else None for key in LIVE_KEYS}
 
 
 def describe(summary: dict[str, Any]) -> list[str]:
     """The same for a person, a line a thing."""
     lines = [f"{summary['run']}: {summary['state']}" + (f" ({summary['reason']})" if summary["reason"] else "")]
-    lines.append(
-        f"step {summary['step']} of {summary['steps']}, {summary['samples_trained']} samples, "
-        f"{summary['tokens_trained']} tokens trained"
-        + (f", loss {summary['loss']:.3f}" if summary["loss"] is not None else "")
-    )
+    if summary["prepares"]:
+        lines[0] += ", being prepared"
+    if summary["steps"] is None:
+        lines.append("no plan yet: nothing trained")
+    else:
+        lines.append(
+            f"step {summary['step']} of {summary['steps']}, {summary['samples_trained']} samples, "
+            f"{summary['tokens_trained']} tokens trained"
+            + (f", loss {summary['loss']:.3f}" if summary["loss"] is not None else "")
+        )
     if summary["acceptance_after"] is not None:
         low, high = summary["acceptance_interval"]
         beside = ", ".join(f"{name} {value:.3f}" for name, value in summary["baselines"].items())
@@ -69,10 +91,19 @@ def describe(summary: dict[str, Any]) -> list[str]:
             f"(95 % interval {low:.3f} to {high:.3f})" + (f"; baselines: {beside}" if beside else "")
         )
     if summary["producer_wait_share"] is not None:
+        since = " since the last of its starts" if summary["starts"] > 1 else ""
         lines.append(
-            f"waits: producer {summary['producer_wait_share']:.0%}, consumer {summary['consumer_wait_share']:.0%}; "
+            f"waits{since}: producer {summary['producer_wait_share']:.0%}, "
+            f"consumer {summary['consumer_wait_share']:.0%}; "
             f"streamed {show_bytes(summary['bytes_streamed'])}; restarts {summary['restarts']}, "
             f"quarantined samples {summary['quarantined']}"
+        )
+    if summary["state"] == "running" and summary["producer_tokens_per_s"] is not None:
+        left = show_seconds(summary["eta_s"]) if summary["eta_s"] is not None else "not known yet"
+        lines.append(
+            f"now: produced {summary['producer_tokens_per_s']:.0f} tok/s, trained "
+            f"{summary['consumer_tokens_per_s']:.0f} tok/s, left: {left}"
+            + (f"; waiting for {summary['waiting']}" if summary["waiting"] else "")
         )
     if summary["export"] is not None:
         lines.append(f"drafter: {summary['export']} (its README.md says how to serve it)")
@@ -92,7 +123,7 @@ def _streamed(rows: list[dict[str, Any]]) -> int:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found
+    return found if isinstance(found, dict) else {}

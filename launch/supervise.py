@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from protocol.child import ERROR_PREFIX
+from protocol.child import ERROR_PREFIX, LAUNCHER_VARIABLE
 
 TAIL_BYTES = 4000
 
@@ -42,7 +42,9 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if output else None,
-            env=os.environ | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"} | (environment or {}),
+            env=os.environ
+            | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", LAUNCHER_VARIABLE: str(os.getpid())}
+            | (environment or {}),
             pass_fds=pass_fds,
             process_group=0,
         )
@@ -74,8 +76,12 @@ class Child:
     def obituary(self) -> str:
         """One line: which process, why, and where its log is."""
         code = self.exit_code()
-        how = f"was killed by {_signal_name(-code)}" if code is not None and code < 0 else f"ended with code {code}"
-        return f"{self.name} {how}: {self.last_error() or 'no error line'} (log: {self.log_path})"
+        killed = code is not None and code < 0
+        how = f"was killed by {_signal_name(-code)}" if code is not None and killed else f"ended with code {code}"
+        said = self.last_error()
+        # Killed in the middle of something, it did not say why.
+        why = f"; its log ends with: {said}" if killed and said else f": {said or 'no error line'}"
+        return f"{self.name} {how}{why} (log: {self.log_path})"
 
     def last_error(self) -> str:
         """The child's own last word: its "error: ..." line, or the last line that it logged."""
@@ -85,8 +91,9 @@ class Child:
                 lines = log.read().decode(errors="replace").splitlines()
         except OSError:
             return ""
-        said = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
-        return said[-1] if said else next((line.strip() for line in reversed(lines) if line.strip()), "")
+        if said := [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]:
+            return said[-1]
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _signal_name(number: int) -> str:

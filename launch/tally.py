@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 from launch.conductor import Conductor
+from launch.flops import Costs
 from protocol.job import Job
 from protocol.messages import AnyMessage, Lease, Message, Report, Want
 
@@ -14,17 +15,18 @@ RATE_WINDOW_S = 30.0
 
 
 class Tally:
-    """Follows the messages of one start of a run."""
+    """Follows the messages of one start of a run; `costs` says what its work is in arithmetic."""
 
-    def __init__(self, job: Job, total_steps: int) -> None:
-        self._job, self._total_steps = job, total_steps
+    def __init__(self, job: Job, total_steps: int, costs: Costs) -> None:
+        self._job, self._total_steps, self._costs = job, total_steps, costs
         self._step: dict[str, Any] = {"step": job.start_step}
         self._eval: dict[str, Any] = {}
         self._first_want_s: float | None = None
         self._step_s = self._wait_s = 0.0
         self._steps_here = 0
-        self._history: deque[tuple[float, int, int]] = deque()
+        self._history: deque[tuple[float, int, int, float]] = deque()
         self._trained_tokens = 0
+        self._trained_flop = 0.0
         self._restarts = self._failed_checkpoints = 0
 
     def note(self, message: AnyMessage | Message, now: float) -> None:
@@ -37,6 +39,7 @@ class Tally:
             self._step_s += message.row["step_s"]
             self._wait_s += message.row["wait_s"]
             self._trained_tokens += message.row["tokens"]
+            self._trained_flop += self._costs.step_flop(message.row["tokens"], message.row["anchors"])
         if isinstance(message, Report) and message.kind == "eval":
             self._eval = message.row
 
@@ -48,15 +51,16 @@ class Tally:
     def state(self, conductor: Conductor, now: float) -> dict[str, Any]:
         """The snapshot that the live view, `metrics.jsonl` and `status` share; waits are shares of each side's time."""
         produced = conductor.produced_tokens
-        self._history.append((now, produced, self._trained_tokens))
+        self._history.append((now, produced, self._trained_tokens, self._trained_flop))
         while self._history[0][0] < now - RATE_WINDOW_S and len(self._history) > 2:
             self._history.popleft()
-        then, produced_then, trained_then = self._history[0]
+        then, produced_then, trained_then, flop_then = self._history[0]
         span_s = max(now - then, 1e-9)
         running_s = (now - self._first_want_s) * len(self._job.producers) if self._first_want_s is not None else 0.0
         done = int(self._step["step"])
         left = self._total_steps - done
         counts = conductor.ledger.counts
+        producer_tokens_per_s = (produced - produced_then) / span_s
         return {
             "step": done,
             "steps": self._total_steps,
@@ -64,8 +68,10 @@ class Tally:
             "accuracy": self._step.get("accuracy", []),
             "acceptance": self._eval.get("acceptance_mean"),
             "acceptance_per_position": self._eval.get("acceptance_per_position", []),
-            "producer_tokens_per_s": (produced - produced_then) / span_s,
+            "producer_tokens_per_s": producer_tokens_per_s,
             "consumer_tokens_per_s": (self._trained_tokens - trained_then) / span_s,
+            "producer_mfu": self._costs.producer_mfu(producer_tokens_per_s),
+            "consumer_mfu": self._costs.consumer_mfu((self._trained_flop - flop_then) / span_s),
             "producer_wait_share": max(0.0, 1 - conductor.busy_s / running_s) if running_s else 0.0,
             "consumer_wait_share": self._wait_s / self._step_s if self._step_s else 0.0,
             "ring": counts,

@@ -111,6 +111,8 @@ def write_eval_shard(
         if say is not None:
             say(f"evaluation answers: {done} of {total}")
 
+    if say is not None:
+        say(f"the target answers {len(prompts)} held-out prompts, each with {max_new_tokens} tokens at most")
     answers = greedy_answers(target.model, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids, progress=progress)
     pairs = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
     if not pairs:
@@ -120,6 +122,8 @@ def write_eval_shard(
     width = len(tap_ids) * int(target.facts["hidden_size"])
     features = torch.empty((int(offsets[-1]), width), dtype=target.dtype)
     words = features.view(torch.uint16) if target.dtype == torch.bfloat16 else features
+    if say is not None:
+        say(f"computing the features of {len(rows)} prompts with their answers")
     with Taps(target.layers, tap_ids) as taps:
         for start in range(0, len(rows), _BATCH_ROWS):
             batch = rows[start : start + _BATCH_ROWS]

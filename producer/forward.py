@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from producer.padding import batches, launch_bound_tokens
 from producer.taps import Taps
 from producer.target import Target, run_text
 
 IntArray = NDArray[np.int32]
 
-# A sample joins a batch only if it is at least this long relative to the batch's longest. Padding is then a few percent
-# of the work; finer batches would cost more in calls than they save.
-SHORTEST_SHARE = 0.85
+
+class Unwanted(Exception):
+    """Nobody wants these features any more."""
 
 
-def batches(lengths: Sequence[int]) -> list[list[int]]:
-    """Places of samples, grouped into batches of similar length, longest first. A pure function of the lengths."""
-    groups: list[list[int]] = []
-    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
-        if groups and lengths[place] >= SHORTEST_SHARE * lengths[groups[-1][0]]:
-            groups[-1].append(place)
-        else:
-            groups.append([place])
-    return groups
-
-
-def features_of(target: Target, taps: Taps, samples: Sequence[IntArray], out: NDArray[np.generic]) -> int:
+def features_of(
+    target: Target,
+    taps: Taps,
+    samples: Sequence[IntArray],
+    out: NDArray[np.generic],
+    wanted: Callable[[], bool] = lambda: True,
+) -> int:
     """Fills `out` with the tapped features of `samples`, token ids `[L_i]` each.
 
     `out` is contiguous, `[sum L_i, taps * H]`, in the target's dtype (uint16 words carry bfloat16); rows follow the
     given order of samples. Batches are padded on the right, with the padding mask passed: the one arrangement that is
     exact for every decoder, recurrent layers included. The result depends on the samples of the block and on nothing
     else, bit for bit at a fixed number of threads, unless memory is short: then a batch is halved, down to one sample,
-    and rounds differently. Returns how often that happened; raises torch.OutOfMemoryError when one sample is too large.
+    and rounds differently. Returns how often that happened; raises torch.OutOfMemoryError when one sample is too large,
+    Unwanted when `wanted`, which is asked before each batch, says no.
     """
     lengths = [len(sample) for sample in samples]
     if out.shape[0] != sum(lengths) or not out.flags.c_contiguous or min(lengths, default=0) < 1:
@@ -45,8 +42,12 @@ def features_of(target: Target, taps: Taps, samples: Sequence[IntArray], out: ND
     host = host if host.dtype == target.dtype else host.view(target.dtype)
     starts = np.concatenate(([0], np.cumsum(lengths)))
     halved = 0
-    waiting = batches(lengths)[::-1]
+    # A batch's padding costs nothing while a GPU waits for launches; a CPU pays for every token.
+    free_tokens = launch_bound_tokens(target.facts) if target.device.type == "cuda" else 0
+    waiting = batches(lengths, free_tokens)[::-1]
     while waiting:
+        if not wanted():
+            raise Unwanted
         places = waiting.pop()
         try:
             staging = _run(target, taps, [samples[place] for place in places], out.shape[1])

@@ -21,13 +21,15 @@ from producer.evalshard import held_out_prompts, shard_fingerprint, write_eval_s
 from producer.locate import read_target_facts, target_fingerprint
 from producer.prepare import prepare
 from producer.samples import SampleMaker
-from producer.setup_args import SetupArgs
+from producer.setup_args import Resumed, SetupArgs
 from producer.target import Target, load_target, stop_ids
 from producer.target_io import is_current, write_target_io
 from producer.template import load_tokenizer
 from protocol.child import run_child
+from protocol.cursor import decode_cursor, fit
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError
+from protocol.plan import Plan
 
 
 def run_setup(args: SetupArgs, say: Callable[[str], None]) -> TokenDataset:
@@ -39,6 +41,8 @@ def run_setup(args: SetupArgs, say: Callable[[str], None]) -> TokenDataset:
         raise RequestError(f"drafter.taps: {wrong[0]} is not a layer; {folder.name} has 0 to {facts['num_layers'] - 1}")
     tokenizer = load_tokenizer(folder, args.target.trust_remote_code)
     dataset = prepare(args.data, tokenizer, facts, Path(args.dataset_dir), say)
+    if args.resumed is not None:
+        _check_resumable(args.resumed, dataset)
     weights = target_fingerprint(folder, args.target, args.device)
     run_dir.mkdir(parents=True, exist_ok=True)
     target: Target | None = None
@@ -74,6 +78,15 @@ def run_setup(args: SetupArgs, say: Callable[[str], None]) -> TokenDataset:
         )
         say(f"wrote {eval_path}: {rows} prompts with the target's own answers")
     return dataset
+
+
+def _check_resumable(resumed: Resumed, dataset: TokenDataset) -> None:
+    """Refuses (RequestError) another plan than the checkpoint's before any file of the run is replaced."""
+    plan = Plan(dataset.lengths, dataset.eligible, resumed.plan, dataset.fingerprint)
+    path = Path(resumed.checkpoint) / "cursor.json"
+    verdict = fit(decode_cursor(path.read_bytes(), str(path)), plan)
+    if verdict.verdict == "refused":
+        raise RequestError(f"{resumed.checkpoint}: {verdict.reason}")
 
 
 def main(path: str) -> None:

@@ -5,11 +5,20 @@ from __future__ import annotations
 import msgspec
 
 from producer.config import DataConfig, TargetConfig
+from protocol.plan import PlanParams
+
+
+class Resumed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The checkpoint folder that a run goes on from, and the plan that it is to go on with."""
+
+    checkpoint: str
+    plan: PlanParams
 
 
 class SetupArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What ARGS.json holds. `device` is where the target runs for evaluation answers ("cpu", "cuda:0").
 
+    `resumed`: set when there is a checkpoint, whose steps the dataset must still have.
     `init_layers`: how many of the target's last layers a drafter starts from (0: none, it starts at random).
     """
 
@@ -22,4 +31,5 @@ class SetupArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     eval_prompts: int
     eval_max_new_tokens: int
     device: str = "cpu"
+    resumed: Resumed | None = None
     init_layers: int = 0

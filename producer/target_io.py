@@ -81,7 +81,10 @@ def save_atomically(path: Path, tensors: dict[str, torch.Tensor], metadata: Mapp
     """Writes a safetensors file so that it is complete or absent under its name, also after a power cut."""
     part = path.with_name(f"{path.name}.part-{os.getpid()}")
     try:
-        save_file(tensors, part, metadata=dict(metadata))
+        try:
+            save_file(tensors, part, metadata=dict(metadata))
+        except SafetensorError as error:  # a full disk, mostly, which is no OSError there
+            raise OSError(f"{path}: {error}") from error
         open_to_others(part)
         with part.open("rb") as stream:
             os.fsync(stream.fileno())

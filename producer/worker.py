@@ -1,7 +1,7 @@
-"""One producer: `python -P -m producer.worker RUN_DIR INDEX RING_FD`, started by the launcher.
+"""One producer: `python -P -m producer.worker RUN_DIR INDEX [RING_FD]`, started by the launcher.
 
-Asks for work, fills the leased slot, says READY, asks again. Memory comes with the work, so that it never has to wait
-for room.
+Asks for work, fills the leased block, lets it go, asks again. Memory comes with the work, so that it never has to wait
+for room. Without a ring to map, payload leaves over ZeroMQ.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from producer.assignments import Assignments
 from producer.config import TargetConfig
-from producer.forward import features_of
+from producer.fill import fill, written_ranges
+from producer.forward import Unwanted
+from producer.outlet import ArenaOutlet, ChunkOutlet, Outlet
 from producer.taps import Taps
 from producer.target import Target, load_target
 from protocol.arena import Arena
-from protocol.block import block_table, checksum, views
 from protocol.child import run_child
 from protocol.errors import RunError
 from protocol.job import Job, read_job, read_section, run_token
@@ -30,69 +30,80 @@ from protocol.peer import Peer, hello
 log = logging.getLogger(__name__)
 
 
-def fill(target: Target, taps: Taps, lease: Lease, slot: memoryview, job: Job) -> tuple[int, int]:
-    """Writes the leased samples into the slot; returns the 64-bit sum of the features it wrote and how often a batch
-    was halved for lack of memory.
+class Producer:
+    """A joined producer with its target loaded."""
 
-    A part of a block writes only its own samples' rows; the small tensors are the same whoever writes them.
-    """
-    table = block_table(sum(lease.lengths), len(lease.samples), job.width, job.dtype)
-    tensors = views(slot, table)
-    offsets = np.concatenate(([0], np.cumsum(lease.lengths))).astype(np.int32)
-    token_ids = np.frombuffer(lease.token_ids, "<i4")
-    tensors["token_ids"][:] = token_ids
-    tensors["loss_mask"][:] = np.frombuffer(lease.loss_mask, np.uint8)
-    tensors["offsets"][:] = offsets
-    tensors["samples"][:] = lease.samples
-    rows: list[NDArray[np.int32]] = [token_ids[offsets[at] : offsets[at + 1]] for at in lease.positions]
-    features = tensors["features"]
-    if len(rows) == len(lease.samples):
-        halved = features_of(target, taps, rows, features)
-        return checksum(features), halved
-    part = np.empty((sum(map(len, rows)), job.width), features.dtype)
-    halved = features_of(target, taps, rows, part)
-    start = 0
-    for at, row in zip(lease.positions, rows, strict=True):
-        features[offsets[at] : offsets[at + 1]] = part[start : start + len(row)]
-        start += len(row)
-    return checksum(part), halved
+    def __init__(self, job: Job, target: Target, taps: Taps, peer: Peer, outlet: Outlet) -> None:
+        self._job, self._target, self._taps, self._peer, self._outlet = job, target, taps, peer, outlet
+        self._assignments = Assignments(peer.inbox)
+
+    def run(self) -> str:
+        """Fills leases until the coordinator says stop or is lost; returns the reason."""
+        self._peer.send(Want(kind="model"))
+        while not isinstance(lease := self._assignments.next(), Stop):
+            if (nack := self._work(lease)) is not None:
+                self._outlet.abandon(lease)
+                self._peer.send(nack)
+            self._peer.send(Want(kind="model"))
+            self._peer.progress += 1
+        return lease.reason
+
+    def _work(self, lease: Lease) -> Nack | None:
+        """Fills one block and lets it go, or says why not."""
+        room = self._outlet.room(lease)
+        started = time.monotonic()
+        try:
+            total, halved = fill(
+                self._target, self._taps, lease, room, self._job, lambda: self._assignments.wanted(lease)
+            )
+        except Unwanted:
+            return _nack(lease, "taken back", retryable=True)
+        except torch.OutOfMemoryError as error:
+            # Even one sample alone did not fit, and will not the next time either.
+            return _nack(lease, f"out of memory: {error}", retryable=False)
+        ready = Ready(
+            step=lease.step,
+            index=lease.index,
+            kind=lease.kind,
+            attempt=lease.attempt,
+            checksum=total,
+            busy_s=time.monotonic() - started,
+            halved=halved,
+        )
+        self._outlet.commit(lease, written_ranges(lease, self._job), ready)
+        return None
 
 
-def serve(run_dir: Path, index: int, ring_fd: int) -> None:
-    """Fills leases until the coordinator says stop. Raises RunError when the coordinator is lost."""
+def _nack(lease: Lease, reason: str, retryable: bool) -> Nack:
+    step, index, kind, attempt = lease.step, lease.index, lease.kind, lease.attempt
+    return Nack(step=step, index=index, kind=kind, attempt=attempt, reason=reason, retryable=retryable)
+
+
+def main(run_dir: Path, index: int, ring_fd: int | None) -> None:
+    """Raises RunError when the coordinator is lost."""
     job = read_job(run_dir)
     device = job.producers[index]
     if device != "cpu":
         torch.cuda.set_device(device)
+        if job.producer_bytes:
+            total_bytes = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(job.producer_bytes / total_bytes, device)
     target = load_target(Path(job.target_dir), read_section(run_dir, "target", TargetConfig), device)
-    arena = Arena(ring_fd, job.slots, job.slot_bytes)
-    name = f"producer-{index}"
-    peer = Peer(job.address, job.run_id, hello("producer", name, index, run_token(), job.schema))
+    greeting = hello("producer", job.producer_names[index], index, run_token(), job.schema)
+    peer = Peer(job.address, job.run_id, greeting)
+    outlet: Outlet
+    if ring_fd is not None:
+        outlet = ArenaOutlet(Arena(ring_fd, job.slots, job.slot_bytes), peer)
+    else:
+        outlet = ChunkOutlet(job.payload_address, job.run_id, greeting, job.slot_bytes, peer)
     with Taps(target.layers, job.taps) as taps:
-        peer.send(Want(kind="model"))
-        while not isinstance(message := peer.inbox.get(), Stop):
-            if isinstance(message, Lease):
-                peer.send(_answer(target, taps, message, arena.slot(message.slot), job))
-                peer.send(Want(kind="model"))
-                peer.progress += 1
+        reason = Producer(job, target, taps, peer, outlet).run()
+    outlet.close()
     peer.close()
-    if message.reason != "done":
-        raise RunError(message.reason)
-
-
-def _answer(target: Target, taps: Taps, lease: Lease, slot: memoryview, job: Job) -> Ready | Nack:
-    step, index, kind, attempt = lease.step, lease.index, lease.kind, lease.attempt
-    started = time.monotonic()
-    try:
-        total, halved = fill(target, taps, lease, slot, job)
-    except torch.OutOfMemoryError as error:
-        # Even one sample alone did not fit, and will not the next time either.
-        reason = f"out of memory: {error}"
-        return Nack(step=step, index=index, kind=kind, attempt=attempt, reason=reason, retryable=False)
-    busy_s = time.monotonic() - started
-    return Ready(step=step, index=index, kind=kind, attempt=attempt, checksum=total, busy_s=busy_s, halved=halved)
+    if reason != "done":
+        raise RunError(reason)
 
 
 if __name__ == "__main__":
-    arguments = (Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-    run_child(f"producer-{arguments[1]}", lambda: serve(*arguments))
+    arguments = (Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None)
+    run_child(f"producer-{arguments[1]}", lambda: main(*arguments))

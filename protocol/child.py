@@ -16,6 +16,7 @@ from collections.abc import Callable
 from protocol.errors import DraftwireError, RequestError
 
 ERROR_PREFIX = "error: "
+LAUNCHER_VARIABLE = "DRAFTWIRE_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -40,7 +41,8 @@ def run_child(name: str, body: Callable[[], None]) -> None:
 
 def _die_with_parent() -> None:
     """Asks the kernel to kill this process when its launcher dies, however that happens."""
-    parent = os.getppid()
+    # Not getppid() by itself: a launcher that died while this process imported torch is no longer its parent.
+    parent = int(os.environ.get(LAUNCHER_VARIABLE) or os.getppid())
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the request was made
         os.kill(os.getpid(), signal.SIGKILL)

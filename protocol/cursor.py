@@ -73,7 +73,7 @@ def fit(cursor: Cursor, plan: Plan) -> Fit:
     """Whether training can go on from `cursor` under `plan`."""
     if cursor.step_hash != plan.step_hash:
         what = "the dataset, train.seed or train.batch_tokens differs from the checkpoint's"
-        return Fit("refused", f"{what}, so its steps are others: restore them, or start a new run")
+        return Fit("refused", f"{what}, so its steps are others: restore them, or start another run with --fork")
     if cursor.next_step > plan.total_steps:
         ends = f"the checkpoint is at step {cursor.next_step} and the plan ends at step {plan.total_steps}"
         return Fit("refused", f"{ends}: raise train.epochs or train.max_steps")

@@ -11,6 +11,7 @@ An anchor is eligible at position a when tokens a and a + 1 are both supervised.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -122,5 +123,9 @@ def _replace(part: Path, folder: Path) -> None:
     old = part.with_name(part.name + ".old")
     if folder.exists():
         folder.rename(old)
-    part.rename(folder)
+    try:
+        part.rename(folder)
+    except OSError as error:  # another run made the same dataset at the same moment
+        if error.errno != errno.ENOTEMPTY:
+            raise
     shutil.rmtree(old, ignore_errors=True)

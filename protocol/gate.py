@@ -1,4 +1,5 @@
-"""The gate: no rank enters a micro-step, and so no collective, before all of its blocks are on their devices."""
+"""The gate: no rank enters a micro-step, and so no collective, before all of its blocks are on their devices and every
+rank has come to the step."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ class VerifiedGate:
         self._stopped = False
         self._next = (next_step, 0)
         self._verified: dict[tuple[int, int], set[int]] = {}
+        self._reached = [-1] * consumers  # the step that each rank has come to
 
     @property
     def next(self) -> tuple[int, int]:
@@ -45,6 +47,14 @@ class VerifiedGate:
         have = self._verified.get(self._next, set())
         return [rank for rank in range(self._consumers) if rank not in have]
 
+    def absent(self) -> list[int]:
+        """Ranks that still do something else, an evaluation say, than wait for the step that is next."""
+        return [rank for rank, step in enumerate(self._reached) if step < self._next[0]]
+
+    def reached(self, step: int, rank: int) -> None:
+        """Nothing but GO keeps the rank from running `step`."""
+        self._reached[rank] = max(self._reached[rank], step)
+
     def verified(self, step: int, micro_step: int, rank: int) -> None:
         """The rank has its block of this micro-step, sound, on its device; of one already emitted: no effect."""
         if (step, micro_step) >= self._next:
@@ -59,13 +69,14 @@ class VerifiedGate:
         self._orders.extend(order for order in dict.fromkeys(orders) if order not in self._orders)
 
     def go(self) -> GoAhead | None:
-        """The next micro-step if all its blocks are verified; nothing after a stop until a rewind.
+        """The next micro-step if all its blocks are verified and all ranks are there; nothing after a stop until a
+        rewind.
 
-        A stop needs no blocks, since its micro-step is not run: it does not wait for a producer that is still loading.
+        A stop needs neither, since its micro-step is not run: it does not wait for a producer that is still loading.
         """
         step, micro_step = self._next
         stopping = micro_step == 0 and STOP in self._orders
-        if self._stopped or self.finished or (self.waiting_for() and not stopping):
+        if self._stopped or self.finished or ((self.waiting_for() or self.absent()) and not stopping):
             return None
         orders: tuple[str, ...] = ()
         if micro_step == 0:
@@ -76,7 +87,9 @@ class VerifiedGate:
         return GoAhead(step, micro_step, orders)
 
     def rewind(self, step: int) -> None:
-        """Start again at the boundary before `step`, with nothing verified; orders that wait still wait."""
+        """Start again at the boundary before `step`, with nothing verified and no rank there; orders that wait still
+        wait."""
         self._next = (step, 0)
+        self._reached = [-1] * self._consumers
         self._verified.clear()
         self._stopped = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -16,16 +16,21 @@ from protocol.errors import ProtocolError, RequestError
 from protocol.plan import PlanParams
 
 TOKEN_VARIABLE = "DRAFTWIRE_RUN_TOKEN"
+INGEST = "ingest"  # role and name of the process that takes payload sent over ZeroMQ
 Section = TypeVar("Section", bound=msgspec.Struct)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One start of a run. `width` is taps x hidden; `dtype` is that of the features in the ring; `shape` is the
-    drafter's, as the consumers know it."""
+    drafter's, as the consumers know it. Payload reaches the ring through shared memory ("shm") or over ZeroMQ ("zmq"),
+    then by way of `payload_address`. A process may allocate `producer_bytes` or `consumer_bytes` on its GPU; 0: all
+    that is free there."""
 
     run_id: str
     incarnation: int
     address: str
+    transport: Literal["shm", "zmq"]
+    payload_address: str
     target_dir: str
     dataset_dir: str
     taps: tuple[int, ...]
@@ -36,11 +41,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     schema: str
     shape: dict[str, Any]
     plan: PlanParams
+    plan_hash: str
     start_step: int
     checkpoint: str | None
     quarantined: dict[str, str]
     producers: tuple[str, ...]
     consumers: tuple[str, ...]
+    producer_bytes: int
+    consumer_bytes: int
     quarantine_limit: float
 
     @property

@@ -97,6 +97,48 @@ class Nack(Message, frozen=True):
     retryable: bool
 
 
+class Revoke(Message, frozen=True):
+    """coordinator -> producer: give this lease up, nobody wants its content any more; a NACK of it is no failure."""
+
+    step: int
+    index: int
+    kind: str
+    attempt: int
+
+
+# --- payload over ZeroMQ ---------------------------------------------------------------------------------------------
+
+
+class Expect(Message, frozen=True):
+    """coordinator -> ingest: `holder` fills this slot as `attempt`, within `nbytes`. From now on nobody else may write
+    to the slot by way of ingest."""
+
+    holder: str
+    attempt: int
+    slot: int
+    nbytes: int
+
+
+class Chunk(Message, frozen=True):
+    """producer -> ingest, with the bytes as a second frame: they belong `offset` bytes into the slot of `attempt`.
+    `checksum` is their xxh3 (64 bits); `last` ends the attempt and asks for an acknowledgement at once."""
+
+    attempt: int
+    offset: int
+    checksum: int
+    last: bool
+
+
+class ChunkAck(Message, frozen=True):
+    """ingest -> producer: `received` bytes of this attempt lie in the ring; up to `limit` may be sent in all. A
+    `problem` ends the attempt: nothing more of it is taken."""
+
+    attempt: int
+    received: int
+    limit: int
+    problem: str
+
+
 # --- delivery --------------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +187,12 @@ class Bad(Message, frozen=True):
     attempt: int
     samples: tuple[int, ...]
     reason: str
+
+
+class Reached(Message, frozen=True):
+    """consumer -> coordinator: nothing but GO keeps this rank from running `step`: it evaluates and saves nothing."""
+
+    step: int
 
 
 class Go(Message, frozen=True):
@@ -223,11 +271,16 @@ AnyMessage = (
     | Lease
     | Ready
     | Nack
+    | Revoke
+    | Expect
+    | Chunk
+    | ChunkAck
     | Credit
     | Deliver
     | Verified
     | Release
     | Bad
+    | Reached
     | Go
     | Quarantine
     | Checkpointed

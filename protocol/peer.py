@@ -30,7 +30,8 @@ DRAIN_MS = 5000
 
 
 class Peer:
-    """A joined peer. `inbox` yields messages; Stop is the last one, also when the coordinator is lost."""
+    """A joined peer. `inbox` yields messages; Stop is the last one, also when the coordinator is lost. `arrived_fd` is
+    an eventfd that is written for each, so that a poller of other sockets wakes for them too."""
 
     def __init__(self, address: str, run: str, hello: Hello, silence_s: float = 60.0) -> None:
         self.inbox: queue.Queue[AnyMessage] = queue.Queue(QUEUE_MESSAGES)
@@ -39,6 +40,7 @@ class Peer:
         self._silence_s = silence_s
         self._outbox: queue.Queue[Message] = queue.Queue(QUEUE_MESSAGES)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.arrived_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         self._closed = False  # by its owner; `_closing` is also set by STOP
         self._closing = threading.Event()
@@ -68,8 +70,9 @@ class Peer:
             self._closing.set()
             os.eventfd_write(self._wake_fd, 1)
         self._thread.join(timeout=10)
-        if not self._thread.is_alive():  # else it still polls the descriptor
+        if not self._thread.is_alive():  # else it still uses the descriptors
             os.close(self._wake_fd)
+            os.close(self.arrived_fd)
 
     def _refuse_when_closed(self) -> None:
         if self._closed:
@@ -101,7 +104,11 @@ class Peer:
         with contextlib.suppress(queue.Full):  # whoever still waits for WELCOME learns why there is none
             self._joined.put_nowait(ProtocolError(reason))
         if not self._closing.is_set():
-            self.inbox.put(Stop(reason=reason))
+            self._hand_over(Stop(reason=reason))
+
+    def _hand_over(self, message: AnyMessage) -> None:
+        self.inbox.put(message)
+        os.eventfd_write(self.arrived_fd, 1)
 
     def _put(self, dealer: zmq.Socket[bytes], message: Message) -> None:
         """Sends when there is a connection: with `immediate`, a plain send would wait for one for ever."""
@@ -139,12 +146,13 @@ class Peer:
                         joined = True
                         self._joined.put(message)
                     elif not isinstance(message, Heartbeat):
-                        self.inbox.put(message)
+                        self._hand_over(message)
                     if isinstance(message, Welcome):
                         heartbeat_s = message.heartbeat_s
                     elif isinstance(message, Stop):
                         self._closing.set()
             if self._closing.is_set() and self._outbox.empty():
+                self._put(dealer, Heartbeat(progress=self.progress))  # how far it got
                 return "closed"
             if quiet_s > self._silence_s:
                 return f"the coordinator has been silent for {self._silence_s:.0f} s"

@@ -1,6 +1,8 @@
-"""[ring]: how many slots of which size."""
+"""[ring]: how many slots of which size, and how payload gets into them."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
@@ -16,9 +18,11 @@ LARGEST_SHARE_OF_FREE_MEMORY = 0.5
 
 
 class RingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[ring] — `bytes` of memory for blocks on their way, "auto" or a size such as "64GiB"."""
+    """[ring] — `bytes` of memory for blocks on their way, "auto" or a size such as "64GiB". `transport`: how payload
+    gets there, through shared memory ("shm", which "auto" means on one node) or as ZeroMQ frames ("zmq")."""
 
     bytes: str | int = "auto"
+    transport: Literal["auto", "shm", "zmq"] = "auto"
 
 
 class RingSize(msgspec.Struct, frozen=True):

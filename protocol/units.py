@@ -13,8 +13,9 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 def parse_bytes(value: int | str, key: str) -> int:
     """Bytes of "64GiB", "1.5GB" or a bare number of bytes; RequestError names `key`."""
-    if isinstance(value, int):
+    if isinstance(value, int) and value >= 0:
         return value
+    value = str(value)
     match = _QUANTITY.fullmatch(value)
     factor = _BYTES.get(match[2].lower() or "b") if match else None
     if match is None or factor is None:

@@ -86,7 +86,7 @@ class Workspace:
         """The pid of a run's newest child process, found by its command line."""
         module, _, index = child.partition("-")
         wanted = f"{module}.worker" if index else f"launch.{module}"
-        found = [pid for pid, line in processes() if wanted in line and f"/{name}" in line]
+        found = [pid for pid, line in processes() if wanted in line and f"{self.runs}/{name}" in line]
         assert found, f"no {child} of {name} among the processes"
         return max(found)
 

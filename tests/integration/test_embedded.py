@@ -38,6 +38,7 @@ def folder(cache: Path) -> Path:
     return embedded.embedded_target()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_at_once_convert_once(cache: Path) -> None:
     said: list[str] = []

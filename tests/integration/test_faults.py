@@ -1,7 +1,8 @@
-"""Faults in the middle of a run: the loss curve must be the undisturbed one, bit for bit."""
+"""Faults in the middle of a run, over both transports: the loss curve must be the undisturbed one, bit for bit."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -13,33 +14,51 @@ MEMORY_GROWTH_BYTES = 64 << 20
 PAUSE_S = 6.0
 
 
-@pytest.mark.timeout(240)
-def test_killed_interrupted_and_shared_runs_give_the_same_losses(workspace):
-    assert workspace.run("calm").returncode == 0
-    expected = workspace.losses("calm")
-    assert len(expected) > 100
+CALM: list[tuple[int, float]] = []  # losses of an undisturbed run over shared memory: the same whoever asks
 
-    killed = workspace.start("killed")
+
+@pytest.fixture
+def calm(workspace) -> list[tuple[int, float]]:
+    if not CALM:
+        assert workspace.run("calm").returncode == 0
+        CALM.extend(workspace.losses("calm"))
+        assert len(CALM) > 100
+    return CALM
+
+
+def test_over_zeromq_two_producers_of_which_one_is_killed_give_the_same_losses(workspace, calm):
+    over = ("--set", 'ring.transport="zmq"', "--set", 'gpus.split="2:1"')
+    killed = workspace.start("killed", *over)
+    workspace.wait_for_step("killed", 20)
+    os.kill(workspace.pid_of("killed", "producer-1"), signal.SIGKILL)
+    assert killed.wait(90) == 0
+    assert workspace.losses("killed") == calm
+    assert json.loads((workspace.runs / "killed" / "job.json").read_text())["transport"] == "zmq"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("transport", ["shm", pytest.param("zmq", marks=pytest.mark.slow)])
+def test_killed_and_interrupted_runs_give_the_same_losses(workspace, calm, transport):
+    over = ("--set", f'ring.transport="{transport}"')
+    killed = workspace.start("killed", *over)
     for step in (15, 60):
         workspace.wait_for_step("killed", step)
         os.kill(workspace.pid_of("killed", "producer-0"), signal.SIGKILL)
     assert killed.wait(90) == 0
-    assert workspace.losses("killed") == expected
+    assert workspace.losses("killed") == calm
     assert sum(row["what"] == "gone" for row in workspace.rows("killed", "event")) == 2
 
-    stopped = workspace.start("stopped")
+    stopped = workspace.start("stopped", *over)
     workspace.wait_for_step("stopped", 30)
     stopped.send_signal(signal.SIGINT)
     assert stopped.wait(30) == 75
     reached = workspace.losses("stopped")[-1][0]
-    assert 30 <= reached < len(expected)
-    assert workspace.run("stopped", "--resume").returncode == 0
-    assert workspace.losses("stopped") == expected
-
-    assert workspace.run("two", "--set", 'gpus.split="2:1"').returncode == 0
-    assert workspace.losses("two") == expected
+    assert 30 <= reached < len(calm)
+    assert workspace.run("stopped", "--resume").returncode == 0  # over shared memory again
+    assert workspace.losses("stopped") == calm
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_at_once_and_keeps_the_checkpoint(workspace):
     started = workspace.start("cut")
     workspace.wait_for_step("cut", 25)
@@ -51,6 +70,7 @@ def test_a_second_interrupt_ends_at_once_and_keeps_the_checkpoint(workspace):
     assert workspace.losses("cut")[-1][0] == len(workspace.losses("cut"))
 
 
+@pytest.mark.slow
 def test_stop_by_command_ends_like_a_signal(workspace):
     started = workspace.start("asked")
     workspace.wait_for_step("asked", 10)
@@ -65,31 +85,39 @@ def test_stop_by_command_ends_like_a_signal(workspace):
     assert "not alive" in again.stderr
 
 
-def test_a_dead_consumer_fails_the_run_by_name(workspace):
-    started = workspace.start("bereft")
-    workspace.wait_for_step("bereft", 5)
+def test_a_dead_consumer_fails_the_run_by_name_and_a_resume_trains_each_sample_once(workspace):
+    """B8: what lay ready for the dead one, or was trained after its last checkpoint, comes again."""
+    arguments = ("--set", "train.epochs=6", "--set", "data.eval=[]", "--set", "train.checkpoint_every=10")
+    started = workspace.start("bereft", *arguments)
+    workspace.wait_for_step("bereft", 15)
     os.kill(workspace.pid_of("bereft", "consumer-0"), signal.SIGKILL)
     assert started.wait(30) == 1
     said = (workspace.folder / "bereft.out").read_text()
     assert "consumer-0 was killed by SIGKILL" in said
     assert "consumer-0.log" in said
+    assert workspace.run("bereft", "--resume", *arguments).returncode == 0
+    steps = workspace.rows("bereft", "step")
+    assert [row["step"] for row in steps] == list(range(1, len(steps) + 1))
+    assert steps[-1]["samples_trained"] == 64 * 6
 
 
 def test_children_die_with_their_launcher(workspace):
-    started = workspace.start("orphans")
+    started = workspace.start("orphans", "--set", 'ring.transport="zmq"')
     workspace.wait_for_step("orphans", 5)
     started.kill()
     started.wait(10)  # the workspace fixture fails if anything is left
 
 
-def test_a_stopped_consumer_stops_the_producer_and_grows_no_memory(workspace):
-    started = workspace.start("paused")
+@pytest.mark.parametrize("transport", ["shm", pytest.param("zmq", marks=pytest.mark.slow)])
+def test_a_stopped_consumer_stops_the_producer_and_grows_no_memory(workspace, transport):
+    started = workspace.start("paused", "--set", f'ring.transport="{transport}"')
     workspace.wait_for_step("paused", 20)
     consumer = workspace.pid_of("paused", "consumer-0")
     os.kill(consumer, signal.SIGSTOP)
     try:
         time.sleep(2)  # what was in flight arrives
         pids = [consumer, workspace.pid_of("paused", "producer-0"), workspace.pid_of("paused", "coordinator")]
+        pids += [workspace.pid_of("paused", "ingest")] if transport == "zmq" else []
         before, busy_before = _memory(pids), _cpu_ticks(pids[1])
         time.sleep(PAUSE_S)
         assert _memory(pids) - before <= MEMORY_GROWTH_BYTES

@@ -29,6 +29,7 @@ def test_a_fork_starts_where_the_other_run_ended_and_says_what_differs(workspace
     assert other[1]["loss"] != rows[1]["loss"]
 
 
+@pytest.mark.slow
 def test_a_fork_that_does_not_fit_is_refused(workspace):
     assert workspace.run("trunk", "--set", "train.max_steps=2").returncode == 0
     narrow = workspace.run("narrow", "--fork", "trunk", "--set", "drafter.mlp=32")

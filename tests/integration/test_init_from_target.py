@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -21,11 +22,13 @@ def test_a_run_starts_from_the_target_s_last_layers(workspace):
     assert (workspace.runs / "warm/drafter_init.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_without_being_asked_nothing_is_written(workspace):
     assert workspace.run("cold", *NO_STEP).returncode == 0
     assert not (workspace.runs / "cold/drafter_init.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_sizes_that_cannot_match_are_refused_before_anything_is_loaded(workspace):
     refused = workspace.run("never", "--set", "drafter.init=target", "--set", "drafter.mlp=32")
     assert refused.returncode == 2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +21,11 @@ import zmq
 
 from consumer.shape import resolve_shape
 from launch import coordinator, start
+from launch.budget import Budgets, Need
 from launch.config import Config
+from launch.metrics import of_kind, read_rows
 from launch.placement import Placement
+from launch.stall import Watch
 from protocol import messages as m
 from protocol import peer as peer_module
 from protocol import sockets
@@ -226,11 +231,14 @@ def test_any_run_name_makes_an_address_that_works_and_is_its_own(
     config = msgspec.convert({"run": {"name": name}, "target": {}, "data": {}}, Config)
     shape = resolve_shape(config.drafter, FACTS, [39])
     ring = RingSize(slots=3, slot_bytes=4096)
-    found = start.Outline(tmp_path, FACTS, shape, Placement(("cpu",), ("cpu",)), "float32", 48, 4096, 8192, ring)
+    place, none = Placement(("cpu",), ("cpu",)), Need(0, 0)
+    known = (tmp_path, FACTS, shape, place, "float32", 48, 4096, 8192, ring)
+    found = start.Outline(*known, none, none, Budgets(), [])
     plan = start.make_plan(config, found, dataset)
     jobs = [start.make_job(config, found, dataset, plan, None)[0] for _ in range(2)]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    routers = [sockets.router(context, job.address) for job in jobs]  # two runs of one name do not meet
+    addresses = [address for job in jobs for address in (job.address, job.payload_address)]
+    routers = [sockets.router(context, address) for address in addresses]  # two runs of one name do not meet
     for router in routers:
         router.close()
     context.term()
@@ -325,6 +333,25 @@ def test_who_does_not_belong_is_told_why_and_the_run_goes_on(run_dir: Path) -> N
         peer.close()
 
 
+def test_a_restarted_producer_waits_until_its_predecessor_is_known_to_be_gone(run_dir: Path) -> None:
+    with coordinating(run_dir) as job:
+        launcher = Peer(job.address, job.run_id, greeting("launcher"))
+        first = Peer(job.address, job.run_id, greeting("producer-0"))
+        second: queue.Queue[Peer] = queue.Queue()
+        joining = threading.Thread(target=lambda: second.put(Peer(job.address, job.run_id, greeting("producer-0"))))
+        joining.start()
+        with pytest.raises(queue.Empty):
+            second.get(timeout=0.3)
+        launcher.send(m.Gone(name="producer-0"))
+        successor = second.get(timeout=5)
+        joining.join(5)
+        successor.send(m.Want(kind="model"))
+        assert isinstance(successor.inbox.get(timeout=5), m.Lease)
+        launcher.send(m.Gone(name="launcher"))  # its place is taken by the one that ends the run
+        for peer in (first, successor, launcher):
+            peer.close()
+
+
 def test_a_stranger_cannot_take_part_without_joining(run_dir: Path) -> None:
     with coordinating(run_dir) as job:
         mine = Envelope(job.run_id, 0)
@@ -365,6 +392,38 @@ def test_a_producer_gets_work_and_its_answer_is_delivered(run_dir: Path) -> None
         assert (said[1].slot, said[1].samples, said[1].checksum) == (0, lease.samples, 2**64 - 1)
         producer.close()
         consumer.close()
+
+
+def test_a_stalled_producer_is_named_to_the_launcher_and_in_the_metrics(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "Watch", functools.partial(Watch, limit_s=0.5))
+    monkeypatch.setattr(coordinator, "SNAPSHOT_S", 0.1)
+    with coordinating(run_dir) as job:
+        launcher = Peer(job.address, job.run_id, greeting("launcher"))
+        consumer = Peer(job.address, job.run_id, greeting("consumer-0"))
+        producer = Peer(job.address, job.run_id, greeting("producer-0"))
+        consumer.send(m.Credit(blocks=2))
+        consumer.send(m.Reached(step=0))
+        producer.send(m.Want(kind="model"))
+        while not isinstance(producer.inbox.get(timeout=5), m.Lease):
+            pass  # and nothing comes of it
+        stalls: list[str] = []
+        deadline = time.monotonic() + 10
+        while len(set(stalls)) < 2 and time.monotonic() < deadline:
+            message = launcher.inbox.get(timeout=5)
+            assert isinstance(message, m.Snapshot)
+            stalls += [message.state["stall"]] * (message.state["stall"] is not None)
+        for peer in (consumer, producer):
+            peer.close()
+        launcher.send(m.Gone(name="launcher"))  # its place is taken by the one that ends the run
+        launcher.close()
+    waited_for = r"no progress for \d s: waiting for producer-0 \(leased step 0 block 0 \d s ago\)"
+    expected = f"{waited_for}; 0 blocks produced, 0 ready, 0 trained"
+    assert len(stalls) > 2
+    assert all(re.fullmatch(expected, line) for line in stalls)
+    rows = [row for row in of_kind(read_rows(run_dir / "metrics.jsonl"), "event") if row["what"] == "stall"]
+    assert {row["text"] for row in rows} >= set(stalls)
 
 
 def test_a_second_coordinator_of_the_same_run_is_refused(run_dir: Path) -> None:

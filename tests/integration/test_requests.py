@@ -47,6 +47,7 @@ def test_a_missing_config_is_named(workspace):
     assert "absent.toml" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_refused_before_loading(workspace):
     # A header may announce any size: nothing is read behind it before the check.
     weights = workspace.folder / "target/model.safetensors"
@@ -77,6 +78,7 @@ def test_resume_with_other_steps_drafter_or_target_is_refused_and_loses_nothing(
     other = make_folder("qwen3", name="other")
     for change, word in {
         "train.batch_tokens=200": "train.batch_tokens",
+        "data.max_samples=30": "the dataset",
         "drafter.taps=[0,3]": "target_layer_ids",
         "drafter.mlp=32": "intermediate_size",
         f"target.model={other}": "another target",
@@ -92,6 +94,7 @@ def test_the_command_line_starts_without_torch():
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=30, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_an_export_that_is_missing_is_made_up_for_and_one_in_the_way_is_refused_at_once(workspace):
     short = ("--set", "train.max_steps=4")
     assert workspace.run("late", *short).returncode == 0
@@ -105,3 +108,11 @@ def test_an_export_that_is_missing_is_made_up_for_and_one_in_the_way_is_refused_
     refused = workspace.run("late", "--resume", *short)
     assert refused.returncode == 2
     assert "in the way" in refused.stderr
+
+
+def test_data_of_which_no_row_can_be_used_is_refused_with_the_reasons(workspace):
+    (workspace.folder / "chats.jsonl").write_text('{"messages": []}\nnot json\n')
+    refused = workspace.run("nothing")
+    assert refused.returncode == 2, refused.stdout
+    assert "none of 2 rows can be used" in refused.stderr
+    assert "chats.jsonl:2" in refused.stderr

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 EVAL_KEYS = {
     "acceptance_mean",
     "acceptance_token_weighted",
@@ -46,6 +48,7 @@ def test_a_run_trains_a_drafter_and_answers_for_it(workspace, as_json):
     assert (workspace.folder / "out/model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_run_again(workspace):
     assert workspace.run("once", "--set", "train.max_steps=4").returncode == 0
     refused = workspace.run("once", "--set", "train.max_steps=4")

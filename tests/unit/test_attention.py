@@ -1,5 +1,7 @@
 """`draft_attention` against one big softmax under the definition (`visible`), and the definition against examples."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -60,21 +62,34 @@ def definition(parts: list[Tensor], where: Layout, causal: bool, window: int | N
     return torch.einsum("hqk,khd->qhd", weights, values).view_as(q)
 
 
+@pytest.fixture(params=["document_by_document", "batched"])
+def way(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
+    """Both ways to the same result: the CPU's and the GPU's."""
+    return getattr(attention, request.param)  # type: ignore[no-any-return]
+
+
 def attend(parts: list[Tensor], where: Layout, causal: bool, window: int | None) -> Tensor:
     q, k, v, context_k, context_v = parts
     return draft_attention(q, k, v, context_k, context_v, where, causal=causal, window=window)
 
 
-@pytest.mark.parametrize("chunk", [1, 1 << 24])
+@pytest.mark.parametrize(("chunk", "batch"), [(1, 1), (1, 1 << 27), (1 << 24, 1), (1 << 24, 1 << 27)])
 @pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize(("causal", "window"), KINDS)
 def test_equals_the_definition_with_gradients(
-    causal: bool, window: int | None, lengths: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+    causal: bool,
+    window: int | None,
+    lengths: bool,
+    chunk: int,
+    batch: int,
+    way: Callable[..., Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "SCORES_PER_CHUNK", chunk)
+    monkeypatch.setattr(attention, "SCORES_PER_BATCH", batch)
     where, parts = layout(lengths), tensors(6, 32)
     expected = definition(parts, where, causal, window)
-    actual = attend(parts, where, causal, window)
+    actual = way(*parts, where, causal=causal, window=window)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     weight = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad((expected * weight).sum(), parts)

@@ -47,6 +47,10 @@ EXAMPLES: tuple[m.Message, ...] = (
     ),
     m.Ready(**BLOCK, kind="model", checksum=2**64 - 1, busy_s=0.125, halved=1),
     m.Nack(**BLOCK, kind="replay", reason="shard damaged", retryable=True),
+    m.Revoke(**BLOCK, kind="model"),
+    m.Expect(holder="producer-0", attempt=300, slot=5, nbytes=1 << 33),
+    m.Chunk(attempt=300, offset=4 << 20, checksum=2**64 - 1, last=True),
+    m.ChunkAck(attempt=300, received=8 << 20, limit=72 << 20, problem=""),
     m.Credit(blocks=2),
     m.Deliver(
         **BLOCK,
@@ -61,6 +65,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Verified(**BLOCK),
     m.Release(**BLOCK),
     m.Bad(**BLOCK, samples=(9,), reason="tap 1 is all zero"),
+    m.Reached(step=13),
     m.Go(step=12, micro_step=1, stop=False),
     m.Quarantine(samples={"9": "tap 1 is all zero"}),
     m.Checkpointed(next_step=500),

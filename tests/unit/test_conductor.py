@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from launch.conductor import LAUNCHER, Conductor
 from protocol import messages as m
+from protocol.block import block_table, table_bytes
 from protocol.plan import Plan
 
 
@@ -29,7 +30,14 @@ class TinyDataset:
 def make(make_job):
     """Builds a conductor over a tiny dataset, and the plan it follows."""
 
-    def build(samples: int = 20, producers: int = 2, consumers: int = 1, slots: int = 4, quarantine_limit: float = 0.2):
+    def build(
+        samples: int = 20,
+        producers: int = 2,
+        consumers: int = 1,
+        slots: int = 4,
+        quarantine_limit: float = 0.2,
+        transport: str = "shm",
+    ):
         dataset = TinyDataset(samples)
         job = make_job(
             plan={"seed": 1, "epochs": 2, "batch_tokens": 30, "microbatch_tokens": 20, "consumers": consumers},
@@ -37,6 +45,7 @@ def make(make_job):
             producers=("cpu",) * producers,
             consumers=("cpu",) * consumers,
             quarantine_limit=quarantine_limit,
+            transport=transport,
         )
         plan = Plan(dataset.lengths, dataset.lengths - 1, job.plan, "data")
         return Conductor(job, plan, dataset), plan
@@ -57,7 +66,7 @@ class Peers:
         self.wire: list[tuple[str, m.Message]] = []
         for rank in range(consumers):
             conductor.joined(m.Hello(role="consumer", name=f"consumer-{rank}", rank=rank, **_identity()))
-            self.wire.append((f"consumer-{rank}", m.Credit(blocks=2)))
+            self.wire += [(f"consumer-{rank}", m.Credit(blocks=2)), (f"consumer-{rank}", m.Reached(step=0))]
         for index in range(producers):
             self.join_producer(index)
 
@@ -79,6 +88,9 @@ class Peers:
         assert sum(counts.values()) == self.conductor._job.slots
         return True
 
+    def micro_steps(self, step: int) -> int:
+        return self.conductor._plan.micro_steps(step)
+
     def _collect(self) -> None:
         pending, self.conductor.out = self.conductor.out, []
         for name, message in pending:
@@ -96,6 +108,8 @@ class Peers:
                     else:
                         self.trained[rank].append((step, micro_step, self.blocks.pop((rank, step, micro_step))))
                         self.wire.append((name, m.Credit(blocks=1)))
+                        if micro_step + 1 == self.micro_steps(step):
+                            self.wire.append((name, m.Reached(step=step + 1)))
                 case m.Quarantine(samples=samples):
                     self.quarantined = samples
                 case m.Error(text=text):
@@ -161,6 +175,19 @@ def test_poison_is_quarantined_after_three_tries_and_the_rest_is_trained(make, c
         assert peers.trained[rank] == expected(plan, rank, without={3})
 
 
+@pytest.mark.parametrize("samples", [1, 2, 3, 7, 101])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_however_few_samples_two_ranks_share_all_micro_steps_come(make, samples, filtered):
+    poison = {0, samples - 1} if filtered else set()
+    conductor, plan = make(samples=samples, consumers=2, quarantine_limit=1.0)
+    peers = Peers(conductor, 2, 2, poison=poison)
+    while peers.step():
+        pass
+    for rank in range(2):
+        assert peers.trained[rank] == expected(plan, rank, without=poison)
+        assert len(peers.trained[rank]) == sum(plan.micro_steps(step) for step in range(plan.total_steps))
+
+
 def test_too_much_poison_fails_the_run(make):
     conductor, _ = make(quarantine_limit=0.1)
     peers = Peers(conductor, 1, 1, poison={2, 3, 4, 5})
@@ -217,6 +244,9 @@ def test_messages_of_an_earlier_delivery_change_nothing(make):
         ("producer-0", m.Bad(step=0, index=0, attempt=2, samples=(), reason="no")),
         ("producer-0", m.Report(kind="step", row={})),
         ("producer-0", m.Checkpointed(next_step=9)),
+        ("producer-0", m.Reached(step=0)),
+        ("producer-0", m.Chunk(attempt=1, offset=0, checksum=0, last=True)),  # payload goes to ingest
+        ("ingest", m.Want(kind="model")),
         ("consumer-0", m.Want(kind="model")),
         ("consumer-0", m.Ready(step=0, index=0, kind="model", attempt=1, checksum=0, busy_s=0.0, halved=0)),
         ("consumer-0", m.Nack(step=0, index=0, kind="model", attempt=1, reason="no", retryable=False)),
@@ -239,3 +269,49 @@ def test_a_message_of_another_role_is_noted_and_nothing_else(make, name: str, me
     while peers.step():
         pass
     assert peers.trained[0] == expected(plan, 0)
+
+
+def _ingest() -> m.Hello:
+    return m.Hello(role="ingest", name="ingest", rank=0, **_identity())
+
+
+def test_over_zeromq_no_work_goes_out_before_ingest_is_there_to_place_it(make):
+    conductor, plan = make(transport="zmq")
+    peers = Peers(conductor, 1, 1)
+    while peers.step():
+        pass
+    assert peers.trained[0] == []
+    conductor.joined(_ingest())
+    while peers.step():
+        pass
+    assert peers.trained[0] == expected(plan, 0)
+
+
+def test_ingest_is_told_where_each_lease_goes_before_its_producer_is(make):
+    conductor, _ = make(transport="zmq", producers=1)
+    conductor.joined(_ingest())
+    conductor.joined(m.Hello(role="producer", name="producer-0", rank=0, **_identity()))
+    conductor.handle("producer-0", m.Want(kind="model"))
+    (to, expect), (holder, lease) = conductor.out
+    assert (to, holder) == ("ingest", "producer-0")
+    table = block_table(sum(lease.lengths), len(lease.samples), 8, "float32")
+    assert expect == m.Expect(holder="producer-0", attempt=lease.attempt, slot=lease.slot, nbytes=table_bytes(table))
+    conductor.out.clear()
+    conductor.handle(LAUNCHER, m.Order(order="done"))
+    assert ("ingest", m.Stop(reason="done")) in conductor.out
+
+
+def test_a_lease_whose_content_changes_is_taken_back_and_the_nack_costs_nothing(make):
+    conductor, _ = make(consumers=1)
+    peers = Peers(conductor, 1, 1)
+    while not (held := [message for _, message in conductor.out if isinstance(message, m.Lease)]):
+        conductor.handle(*peers.wire.pop(0))
+    (lease,) = held
+    conductor.ledger.rewind(1, {})  # nobody wants step 0 any more
+    conductor.out.clear()
+    conductor.handle("producer-0", m.Want(kind="model"))
+    taken = {"step": lease.step, "index": lease.index, "kind": "model", "attempt": lease.attempt}
+    assert ("producer-0", m.Revoke(**taken)) in conductor.out
+    conductor.handle("producer-0", m.Nack(**taken, reason="taken back", retryable=True))
+    assert conductor.ledger.history((lease.step, lease.index)) == (0, 0)
+    assert not conductor.ledger.quarantined

@@ -68,6 +68,7 @@ quarantine_limit = 0.5
 seed = 9
 [ring]
 bytes = "64MiB"
+transport = "zmq"
 [gpus]
 split = "3:1"
 producers = [0, 1]
@@ -143,7 +144,7 @@ def test_what_is_not_toml_names_the_line(written: Callable[[str], Path]) -> None
         ("[trian]\nlr = 1e-3\n", 5, "trian", "did you mean 'train'?"),
         ("[train]\nlr = 1e-3\nwarm_up = 0.1\n", 7, "train.warm_up", "did you mean 'warmup'?"),
         ("[drafter]\nblock_sise = 8\n", 6, "drafter.block_sise", "did you mean 'block_size'?"),
-        ("[ring]\nslots = 8\n", 6, "ring.slots", "known here: bytes"),
+        ("[ring]\nslots = 8\n", 6, "ring.slots", "known here: bytes, transport"),
         ("[gpus]\nconsumer = [1]\n", 6, "gpus.consumer", "did you mean 'consumers'?"),
     ],
 )
@@ -160,7 +161,14 @@ def test_an_unknown_key_names_line_path_and_the_nearest(
         ('[train]\nlr = "high"\n', 6, "train.lr", "Expected `float`, got `str`"),
         ("[train]\nepochs = 1.5\n", 6, "train.epochs", "Expected `int`, got `float`"),
         ("[train]\n\n# the rate\nepochs = true\n", 8, "train.epochs", "Expected `int`, got `bool`"),
-        ('[train]\nschedule = "linear"\n', 6, "train.schedule", "Invalid enum value 'linear'"),
+        (
+            '[train]\nschedule = "linear"\n',
+            6,
+            "train.schedule",
+            "Invalid enum value 'linear': write one of cosine, wsd",
+        ),
+        ('[ring]\ntransport = "tcp"\n', 6, "ring.transport", "Invalid enum value 'tcp': write one of auto, shm, zmq"),
+        ('[[data.eval]]\npath = "a"\nthinking = "on"\n', 7, "data.eval[0].thinking", "write one of keep, off"),
     ],
 )
 def test_a_wrong_type_names_line_and_key(

@@ -65,7 +65,7 @@ def test_the_readme_says_how_to_serve(tmp_path: Path) -> None:
     text = (tmp_path / "export" / "README.md").read_text()
     assert '"num_speculative_tokens": 3' in text
     assert "--speculative-num-draft-tokens 4" in text
-    for fact in ("some/model", "abc", "(6, 16, 6)", "[1, 3]", "0.25"):
+    for fact in ("some/model", "abc", "| 6, 16, 6 |", "| 1, 3 |", "0.25", "| full_attention, none |"):
         assert fact in text
     assert "final norm" not in text
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from producer.config import TargetConfig
+from producer.fill import fill
 from producer.taps import Taps
 from producer.target import load_target
-from producer.worker import fill
 from protocol.block import block_table, checksum, table_bytes, views
 from protocol.messages import Lease
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from protocol.gate import GoAhead, VerifiedGate
 
 
-def gate(consumers: int = 2, total_steps: int = 3) -> VerifiedGate:
-    return VerifiedGate(consumers, total_steps, lambda step: 2)
+def gate(consumers: int = 2, total_steps: int = 3, at_step: int = 99) -> VerifiedGate:
+    """A gate whose ranks wait for nothing but GO, up to step `at_step`."""
+    one = VerifiedGate(consumers, total_steps, lambda step: 2)
+    for rank in range(consumers):
+        one.reached(at_step, rank)
+    return one
 
 
 def verify(gate: VerifiedGate, step: int, micro_step: int, ranks: tuple[int, ...] = (0, 1)) -> None:
@@ -69,8 +73,11 @@ def test_nothing_follows_a_stop_until_a_rewind() -> None:
     assert one.go() == GoAhead(0, 0, ("stop",))
     assert one.go() is None
     one.rewind(0)
-    assert one.waiting_for() == [0, 1]
+    assert one.waiting_for() == one.absent() == [0, 1]
     verify(one, 0, 0)
+    assert one.go() is None
+    for rank in (0, 1):
+        one.reached(0, rank)
     assert one.go() == GoAhead(0, 0)
 
 
@@ -80,3 +87,23 @@ def test_the_gate_ends_with_the_plan() -> None:
     verify(one, 0, 1, (0,))
     assert [one.go(), one.go(), one.go()] == [GoAhead(0, 0), GoAhead(0, 1), None]
     assert one.finished
+
+
+def test_go_waits_for_a_rank_that_evaluates_at_the_boundary() -> None:
+    one = gate(at_step=0)
+    for micro_step in (0, 1):
+        verify(one, 0, micro_step)
+    verify(one, 1, 0)
+    assert [one.go(), one.go(), one.go()] == [GoAhead(0, 0), GoAhead(0, 1), None]
+    one.reached(1, 1)
+    assert one.go() is None
+    assert one.absent() == [0]
+    one.reached(1, 0)
+    one.reached(0, 0)  # late news of an earlier step
+    assert one.go() == GoAhead(1, 0)
+
+
+def test_a_stop_waits_for_no_rank() -> None:
+    one = gate(at_step=-1)
+    one.order(["stop"])
+    assert one.go() == GoAhead(0, 0, ("stop",))

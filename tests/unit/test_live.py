@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 
 import pytest
 from rich.console import Console
@@ -28,6 +29,12 @@ STATE = {
     "checkpoints_failed": 0,
     "numerics_changed": 0,
     "eta_s": 245.0,
+    "producer_mfu": None,
+    "consumer_mfu": 0.714,
+    "blocks_produced": 1234,
+    "blocks_trained": 1230,
+    "waiting": None,
+    "stall": None,
 }
 
 
@@ -41,8 +48,8 @@ def test_the_table_shows_both_sides_the_ring_and_the_learning():
     text = rendered(STATE)
     for part in (
         "120 of 480, 4 min 05 s left",
-        "1,234 tokens/s, waiting 26%",
-        "640 tokens/s, waiting 0%",
+        "1,234 tokens/s, waiting 26%, 1,234 blocks produced",
+        "640 tokens/s, MFU 71%, waiting 0%, 1,230 blocks trained",
         "[####++..] 4 ready, 2 being filled, 8 slots",
         "5.432",
         "0.40 0.20",
@@ -53,6 +60,12 @@ def test_the_table_shows_both_sides_the_ring_and_the_learning():
     ):
         assert part in text, part
     assert "quarantined" not in text
+    assert "waiting   " not in text
+
+
+def test_a_wait_has_a_row():
+    text = rendered(STATE | {"waiting": "producer-0 (leased step 12 block 0 31 s ago)"})
+    assert "waiting            for producer-0 (leased step 12 block 0 31 s ago)" in text
 
 
 def test_nothing_is_claimed_before_it_is_known():
@@ -77,6 +90,45 @@ def test_elsewhere_than_on_a_terminal_lines_come_at_intervals(monkeypatch: pytes
     assert lines[2] == "a [bold] line, as it is"
 
 
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch):
+    """(screen, clock, what it has said): `clock[0]` is the time."""
+    clock = [100.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
+    out = io.StringIO()
+    with live.Screen(Console(file=out, width=40, soft_wrap=True, highlight=False)) as screen:
+        yield screen, clock, lambda: out.getvalue().splitlines()
+
+
+def test_a_stall_is_said_at_once_and_each_line_once(lines):
+    screen, clock, said = lines
+    screen.show(STATE)
+    for stall in ("no progress for 30 s", "no progress for 30 s", "no progress for 60 s", None, "no progress for 30 s"):
+        clock[0] += 0.5
+        screen.show(STATE | {"stall": stall})
+    assert said() == ["no progress for 30 s", "no progress for 60 s", "no progress for 30 s"]
+
+
+def test_whatever_happens_no_30_s_go_by_without_a_line(lines):
+    """A set-up that says something after 45 s, then training without a word of its own."""
+    screen, clock, said = lines
+    times = []
+    for second in range(0, 200):
+        clock[0] = 100.0 + second
+        before = len(said())
+        if second == 45:
+            screen.say("800 rows: 800 kept")
+        if second < 120:
+            screen.still("loading the target", 100.0)
+        else:
+            screen.show(STATE | {"step": 0, "loss": None})
+        times += [second] * (len(said()) > before)
+    assert times[0] <= 20
+    assert max(later - earlier for earlier, later in itertools.pairwise(times)) <= 20
+    assert said()[0] == "still at it after 20 s: loading the target"
+    assert "still at it after 1 min 05 s: loading the target" in said()
+
+
 def test_on_a_terminal_the_table_is_redrawn_and_lines_stay():
     out = io.StringIO()
     with live.Screen(Console(file=out, width=80, force_terminal=True)) as screen:
@@ -86,6 +138,16 @@ def test_on_a_terminal_the_table_is_redrawn_and_lines_stay():
     text = out.getvalue()
     assert "producer-0 is gone" in text
     assert "121 of 480" in text
+
+
+def test_the_last_word_stands_below_no_table():
+    out = io.StringIO()
+    with live.Screen(Console(file=out, width=80, force_terminal=True)) as screen:
+        screen.show(STATE)
+        screen.settle()
+        screen.say("mine: done")
+    assert out.getvalue().rstrip().endswith("mine: done")
+    assert "120 of 480" in out.getvalue()
 
 
 def test_a_reader_that_went_away_does_not_end_the_run():

@@ -18,9 +18,9 @@ CARDS = """\
 6, GPU-cccc, NVIDIA L4, 23034, 22000
 """
 FOUR, FIVE, SIX = (
-    Gpu("NVIDIA H200", 143771 * MIB, 143000 * MIB),
-    Gpu("NVIDIA H200", 143771 * MIB, 90 * MIB),
-    Gpu("NVIDIA L4", 23034 * MIB, 22000 * MIB),
+    Gpu("NVIDIA H200", 143771 * MIB, 143000 * MIB, "4", "GPU-aaaa"),
+    Gpu("NVIDIA H200", 143771 * MIB, 90 * MIB, "5", "GPU-bbbb"),
+    Gpu("NVIDIA L4", 23034 * MIB, 22000 * MIB, "6", "GPU-cccc"),
 )
 
 
@@ -186,7 +186,7 @@ def test_a_gpu_without_memory_of_its_own_has_the_host_s(
 ) -> None:
     monkeypatch.setattr(machine, "free_memory_bytes", lambda: 7 * MIB)
     nvidia_smi("0, GPU-dddd, NVIDIA GB10, [N/A], [N/A]\n4, GPU-aaaa, NVIDIA H200, 143771, 143000\n")
-    assert visible_gpus() == [Gpu("NVIDIA GB10", 7 * MIB, 7 * MIB), FOUR]
+    assert visible_gpus() == [Gpu("NVIDIA GB10", 7 * MIB, 7 * MIB, "0", "GPU-dddd"), FOUR]
 
 
 def test_without_a_driver_there_are_none(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launch.placement import GpusConfig, Placement, place
+from launch.machine import Gpu
+from launch.placement import GpusConfig, Placement, place, show_placement
 from protocol.errors import RequestError
 
 
@@ -44,6 +45,8 @@ def test_auto_uses_every_gpu_once(gpus: int) -> None:
     ("split", "gpus", "problem"),
     [
         ("4:0", 4, "4:0 leaves one role without a process"),
+        ("60:5", 0, "60:5 asks for 65 processes on the CPU, where 64 are the most"),
+        ("99999999999999999999:1", 0, "is not understood"),
         ("0:4", 4, "0:4 leaves one role without a process"),
         ("0:1", 0, "0:1 leaves one role without a process"),
         ("3:2", 4, "3:2 needs 5 GPUs, 4 are visible"),
@@ -94,3 +97,42 @@ def test_impossible_names_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(RequestError, match=problem):
         place(GpusConfig(producers=producers, consumers=consumers), gpus)
+
+
+# --- how the plan is shown -------------------------------------------------------------------------------------------
+
+FOUR_TO_SEVEN = [Gpu("NVIDIA H200", 0, 0, str(4 + at), f"GPU-1a2b{at}-9d-77") for at in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [
+        (
+            GpusConfig(split="3:1"),
+            "producers on cuda:0 (GPU 4, NVIDIA H200, UUID GPU-1a2b0), cuda:1 (GPU 5, NVIDIA H200, UUID GPU-1a2b1), "
+            "cuda:2 (GPU 6, NVIDIA H200, UUID GPU-1a2b2); consumers on cuda:3 (GPU 7, NVIDIA H200, UUID GPU-1a2b3)",
+        ),
+        (
+            GpusConfig(producers=[3], consumers=[0]),
+            "producers on cuda:3 (GPU 7, NVIDIA H200, UUID GPU-1a2b3); consumers on cuda:0 (GPU 4, NVIDIA H200, "
+            "UUID GPU-1a2b0)",
+        ),
+        (
+            GpusConfig(split="shared"),
+            "producers on cuda:0 (GPU 4, NVIDIA H200, UUID GPU-1a2b0); consumers on cuda:0 (GPU 4, NVIDIA H200, "
+            "UUID GPU-1a2b0); both roles share cuda:0",
+        ),
+    ],
+)
+def test_a_placement_names_devices_as_the_config_and_as_the_machine_does(config: GpusConfig, shown: str) -> None:
+    assert show_placement(place(config, 4), FOUR_TO_SEVEN) == shown
+
+
+def test_a_placement_on_the_cpu() -> None:
+    assert show_placement(place(GpusConfig(split="2:1"), 0), []) == "producers on cpu, cpu; consumers on cpu"
+
+
+def test_physical_numbers_in_place_of_visible_ones_are_told_apart() -> None:
+    """CUDA_VISIBLE_DEVICES=4,5,6,7 makes 0 to 3 of them."""
+    with pytest.raises(RequestError, match=r"\[4, 5\] is not .* 4 visible ones: they count from 0 to 3, whatever"):
+        place(GpusConfig(producers=[4, 5], consumers=[6, 7]), 4)

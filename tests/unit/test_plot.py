@@ -37,5 +37,5 @@ def test_names_are_escaped():
 
 
 def test_smoothing_keeps_length_and_means_the_last_values():
-    assert smooth([1.0, 2.0, 3.0, 5.0], share=0.5) == [1.0, 1.5, 2.5, 4.0]
-    assert smooth([]) == []
+    assert smooth([1.0, 2.0, 3.0, 5.0], share=0.5) == ([1.0, 1.5, 2.5, 4.0], 2)
+    assert smooth([]) == ([], 1)

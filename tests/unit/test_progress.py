@@ -23,20 +23,26 @@ STATE: dict[str, Any] = {
     "restarts": 0,
     "checkpoints_failed": 0,
     "eta_s": 185.0,
+    "producer_mfu": None,
+    "consumer_mfu": None,
+    "blocks_produced": 26,
+    "blocks_trained": 24,
+    "waiting": None,
 }
 
 
 def test_a_running_state() -> None:
     assert progress_line(STATE) == (
-        "step 12/340 | loss 2.346 | accuracy 0.51 0.30 0.20 0.10 | acceptance 2.35 | produced 1235 tok/s | "
-        "trained 988 tok/s | ring 4 ready + 2 filling of 7 | waits: producer 25% consumer 3% | left 3 min 05 s"
+        "step 12/340 | loss 2.346 | accuracy 0.51 0.30 0.20 0.10 | acceptance 2.35 | "
+        "produced 26 blocks, 1235 tok/s | trained 24 blocks, 988 tok/s | ring 4 ready + 2 filling of 7 | "
+        "waits: producer 25% consumer 3% | left 3 min 05 s"
     )
 
 
 def test_before_the_first_step() -> None:
     early = STATE | {"step": 0, "loss": None, "accuracy": [], "acceptance": None, "eta_s": None}
     line = progress_line(early)
-    assert line.startswith("step 0/340 | produced 1235 tok/s")
+    assert line.startswith("step 0/340 | produced 26 blocks, 1235 tok/s")
     assert line.endswith("left: not known yet")
     assert "loss" not in line
     assert "acceptance" not in line
@@ -47,6 +53,17 @@ def test_trouble_is_said_only_when_there_is_some() -> None:
     assert "| restarts 2 | quarantined 5 | left" in line
     assert "quarantined" not in progress_line(STATE)
     assert "restarts" not in progress_line(STATE)
+
+
+def test_utilisation_is_shown_where_it_is_known() -> None:
+    line = progress_line(STATE | {"producer_mfu": 0.616, "consumer_mfu": 0.704})
+    assert "1235 tok/s (MFU 62%) | trained 24 blocks, 988 tok/s (MFU 70%) |" in line
+    assert "MFU" not in progress_line(STATE)
+
+
+def test_who_is_waited_for() -> None:
+    line = progress_line(STATE | {"waiting": "consumer-1 to verify step 3 block 1, delivered 9 s ago"})
+    assert "| waiting for consumer-1 to verify step 3 block 1, delivered 9 s ago | left" in line
 
 
 def test_it_is_one_line_whatever_the_numbers() -> None:

@@ -6,6 +6,7 @@ import json
 
 from launch.metrics import append_row
 from launch.report import write_report
+from launch.runfolder import RunLock
 
 EVAL = {
     "acceptance_mean": 1.0,
@@ -21,7 +22,7 @@ def make_run(folder, *, evaluated: bool = True):
     run.mkdir()
     config = {
         "target": {"model": "/models/Qwen3-8B"},
-        "data": {"train": [{"path": "chats.jsonl"}]},
+        "data": {"train": [{"path": "chats.jsonl"}], "eval": [{"path": "held_out.jsonl"}]},
         "drafter": {"layers": 5, "block_size": 16, "taps": "auto"},
         "train": {"batch_tokens": 16384, "schedule": "cosine", "lr": 6e-4, "loss": "ce"},
     }
@@ -29,7 +30,15 @@ def make_run(folder, *, evaluated: bool = True):
     (run / "config.resolved.json").write_text(json.dumps(config))
     (run / "plan.json").write_text(json.dumps(plan))
     metrics = run / "metrics.jsonl"
-    append_row(metrics, "start", {"step": 0, "placement": {"producers": ["cuda:0"], "consumers": ["cuda:1"]}})
+    start = {
+        "step": 0,
+        "placement": {"producers": ["cuda:0"], "consumers": ["cuda:1"]},
+        "versions": {"draftwire": "0.1.0", "torch": "2.13.0"},
+        "host": "node7",
+        "machine": {"system": "Linux-6.18", "processors": 96, "gpus": ["NVIDIA H200"] * 2},
+        "command": "draftwire run my.toml --gpus 1:1",
+    }
+    append_row(metrics, "start", start)
     if evaluated:
         append_row(metrics, "baseline", {"bigram": EVAL | {"acceptance_mean": 1.31}})
         append_row(metrics, "eval", {"step": 0} | EVAL)
@@ -50,12 +59,20 @@ def make_run(folder, *, evaluated: bool = True):
 def test_a_report_tells_the_whole_story(tmp_path):
     run = make_run(tmp_path)
     (run / "export").mkdir()
+    (run / "export/README.md").write_text("vLLM:\n\n    vllm serve T --model THIS_FOLDER -n 15\n\nmore\n")
+    # Whoever writes the report still holds the run's lock.
+    lock = RunLock(run)
     text = write_report(run).read_text()
     for part in (
         "# mine: done",
         "/models/Qwen3-8B",
         "chats.jsonl",
         "1,000 samples, 335,000 tokens",
+        "held out: `held_out.jsonl`",
+        "machine: node7, 96 processors, 2 x NVIDIA H200, Linux-6.18",
+        "versions: draftwire 0.1.0, torch 2.13.0",
+        "command: `draftwire run my.toml --gpus 1:1`",
+        f"    vllm serve T --model {run}/export -n 15",
         "5 layers, block size 16",
         "producers on cuda:0; consumers on cuda:1",
         "| bigram baseline | 1.310 |",
@@ -69,9 +86,29 @@ def test_a_report_tells_the_whole_story(tmp_path):
         "15 speculative tokens in vLLM, 16 draft tokens in SGLang",
     ):
         assert part in text, part
+    lock.release()
     for picture in ("loss", "accuracy", "acceptance"):
         assert f"report/{picture}.svg" in text
         assert (run / f"report/{picture}.svg").read_text().startswith("<svg")
+
+
+def test_a_resumed_and_forked_run_says_what_changed_and_whose_figures_it_gives(tmp_path):
+    run = make_run(tmp_path)
+    config = json.loads((run / "config.resolved.json").read_text())
+    config["drafter"] |= {"init_from": "/runs/other/checkpoints/step-000500", "init_optimiser": True}
+    (run / "config.resolved.json").write_text(json.dumps(config))
+    again = {"step": 3, "changed": ["mine had another train.lr: 0.002 -> 0.001"], "command": "draftwire run --resume"}
+    append_row(run / "metrics.jsonl", "start", again)
+    append_row(run / "metrics.jsonl", "stream", {"producer_wait_share": 0.5, "bytes_streamed": 1e9})
+    text = write_report(run).read_text()
+    for part in (
+        "- 2 start(s) over ",
+        ", the figures above of the last\n  - from step 3: mine had another train.lr: 0.002 -> 0.001",
+        "started from the weights of `/runs/other/checkpoints/step-000500` and its optimiser's state",
+        "producers waited 50% of their time in the last stretch",
+        "streamed 6 GB",
+    ):
+        assert part in text, part
 
 
 def test_what_was_not_measured_is_not_shown(tmp_path):

@@ -50,6 +50,26 @@ def test_what_is_not_there_is_refused_with_what_is(runs: Path, tmp_path: Path) -
         find_run("latest", tmp_path / "nothing")
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("plannd", "planned"), ("runs/plan", "planned"), ("Planned", "planned")])
+def test_the_nearest_name_is_offered(runs: Path, typed: str, meant: str) -> None:
+    with pytest.raises(RequestError, match=f"did you mean {meant}\\?$"):
+        find_run(typed, runs)
+    with pytest.raises(RequestError) as refused:
+        find_run("something else", runs)
+    assert "did you mean" not in str(refused.value)
+
+
+def test_a_run_that_is_just_being_prepared_is_found(runs: Path) -> None:
+    lock = RunLock(runs / "fresh")
+    (runs / "datasets").mkdir()
+    (runs / "notes.txt").touch()
+    assert find_run("fresh", runs) == find_run("latest", runs) == runs / "fresh"
+    lock.release()
+    with pytest.raises(RequestError):
+        find_run("fresh", runs)
+    assert find_run("latest", runs) == runs / "b"
+
+
 def test_a_folder_that_is_no_run_is_refused(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no run of that name"):
         find_run(str(tmp_path), runs)

@@ -67,7 +67,7 @@ def test_an_empty_folder_has_every_key_and_failed(tmp_path: Path) -> None:
         None,
         None,
     )
-    assert describe(found)[1] == "step 0 of None, 0 samples, 0 tokens trained"
+    assert describe(found) == [f"{tmp_path.name}: failed", "no plan yet: nothing trained"]
 
 
 def test_a_finished_run(tmp_path: Path) -> None:
@@ -120,6 +120,34 @@ def test_a_run_is_running_while_its_lock_is_held(tmp_path: Path) -> None:
     assert summarise(run_dir)["state"] == "failed"
     lock = RunLock(run_dir)
     assert (summarise(run_dir)["state"], summarise(run_dir)["reason"]) == ("running", None)
+    assert summarise(run_dir, ended=True)["state"] == "failed"
+    lock.release()
+
+
+def test_a_run_that_is_being_prepared(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "run")
+    assert describe(summarise(tmp_path / "run")) == ["run: running, being prepared", "no plan yet: nothing trained"]
+    lock.release()
+
+
+def test_only_a_run_that_is_alive_has_rates_and_waits(tmp_path: Path) -> None:
+    now = {
+        "producer_tokens_per_s": 1234.5,
+        "consumer_tokens_per_s": 987.6,
+        "producer_mfu": None,
+        "consumer_mfu": 0.7,
+        "waiting": "producer-0 to load and join, for 9 s now",
+        "eta_s": 61.0,
+    }
+    run_dir = folder(tmp_path, ("start", {"step": 0}), step(1), ("stream", stream(100)[1] | now))
+    assert {key: summarise(run_dir)[key] for key in now} == dict.fromkeys(now)
+    lock = RunLock(run_dir)
+    found = summarise(run_dir)
+    assert {key: found[key] for key in now} == now
+    assert (
+        "now: produced 1234 tok/s, trained 988 tok/s, left: 1 min 01 s; "
+        "waiting for producer-0 to load and join, for 9 s now"
+    ) in describe(found)
     lock.release()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,7 +58,9 @@ def test_the_obituary_names_code_error_line_and_log(start: Start) -> None:
 def test_the_obituary_names_the_signal(start: Start) -> None:
     child = start("import os, signal; print('last words', flush=True); os.kill(os.getpid(), signal.SIGSEGV)")
     assert child.wait(10) == -signal.SIGSEGV
-    assert child.obituary() == f"producer-0 was killed by SIGSEGV: last words (log: {child.log_path})"
+    assert (
+        child.obituary() == f"producer-0 was killed by SIGSEGV; its log ends with: last words (log: {child.log_path})"
+    )
 
 
 def test_an_unexpected_error_is_told_by_the_last_line_of_its_traceback(start: Start) -> None:
@@ -152,3 +156,31 @@ def test_a_file_of_that_name_in_the_working_folder_is_not_run(
     child = Child("doctor", "launch.runfolder", [], tmp_path / "log")
     assert child.wait(10) == 0
     assert "decoy" not in child.log_path.read_text()
+
+
+def test_a_child_whose_launcher_died_while_it_still_imported_ends_at_once(tmp_path: Path) -> None:
+    """Its parent is another process by then, so it goes by the pid that the launcher gave it."""
+    (tmp_path / "slow.py").write_text(
+        "import time\ntime.sleep(1.0)\nfrom protocol.child import run_child\n"
+        "run_child('slow', lambda: time.sleep(60))\n"
+    )
+    launcher = (
+        "import os, sys\nfrom pathlib import Path\nfrom launch.supervise import Child\n"
+        "child = Child('slow', 'slow', [], Path('log'), {'PYTHONPATH': os.getcwd() + os.pathsep + sys.argv[1]})\n"
+        "print(child.pid, flush=True)\nos.kill(os.getpid(), 9)\n"
+    )
+    root = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", launcher, root],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    pid = int(done.stdout)
+    deadline = time.monotonic() + 15
+    while Path(f"/proc/{pid}").exists() and "slow" in Path(f"/proc/{pid}/cmdline").read_text():
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.05)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from producer.forward import batches, features_of
+from producer.forward import features_of
+from producer.padding import batches, launch_bound_tokens
 from producer.taps import Taps
 from producer.target import Target, as_target, run_text
 from protocol.errors import RequestError, RunError
@@ -161,6 +162,31 @@ def test_batches_hold_similar_lengths_and_every_sample_once() -> None:
     for group in groups:
         assert min(lengths[place] for place in group) >= 0.85 * lengths[group[0]]
     assert groups[0] == [1, 4, 3]
+
+
+def test_padding_that_costs_nothing_is_not_avoided() -> None:
+    lengths = [50, 800, 60, 700, 790, 55, 1]
+    assert batches(lengths, 7 * 800) == [[1, 4, 3, 2, 5, 0, 6]]
+    assert batches(lengths, 4 * 800) == [[1, 4, 3, 2], [5, 0, 6]]
+
+
+def test_a_small_target_is_bound_by_launches_for_longer() -> None:
+    small = {
+        "hidden_size": 576,
+        "head_dim": 64,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+    }
+    large = {
+        "hidden_size": 4096,
+        "head_dim": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12288,
+    }
+    assert 20_000 < launch_bound_tokens(small) < 40_000
+    assert launch_bound_tokens(large) < 1000
 
 
 def test_a_batch_that_does_not_fit_is_halved_down_to_one_sample(target: Target, monkeypatch: Any) -> None:

@@ -32,12 +32,12 @@ def test_bytes(text: int | str, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "64 G", "64GiBs", "-1GB", "1e3", "1,5GB", "1.GB", "64GiB 2", "auto", "5min"]
+    "text", ["", "GiB", "64 G", "64GiBs", "-1GB", "1e3", "1,5GB", "1.GB", "64GiB 2", "auto", "5min", -5]
 )
-def test_unreadable_bytes_name_the_key_the_value_and_the_units(text: str) -> None:
+def test_unreadable_bytes_name_the_key_the_value_and_the_units(text: str | int) -> None:
     with pytest.raises(RequestError) as refused:
         parse_bytes(text, "ring.bytes")
-    assert str(refused.value).startswith(f"ring.bytes: cannot read {text!r}")
+    assert str(refused.value).startswith(f"ring.bytes: cannot read {str(text)!r}")
     assert "gib" in str(refused.value)
 
 

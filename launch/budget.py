@@ -1,0 +1,164 @@
+"""How many bytes of a GPU each role needs, and what it may take of one that both roles share. Pure.
+
+All figures are bytes of device memory that a process allocates itself; the CUDA context comes on top of them. e is the
+width of the features' dtype, c that of the drafter's products, h the hidden size, V the vocabulary, T and D the largest
+block's tokens and draft tokens, L the drafter's layers, S the longest sample.
+
+Producer
+    held       the target's weights in the dtype that it runs in
+    workspace  T h (8 e + 12) + 4 T m e  one layer of a pass, m the target's MLP width: residual, norm, attention, MLP
+               + T S (1 + e)             the padding mask, as bools and as the kernel takes it
+               + T taps h e              the features on their way out
+               the first two for T / 0.85 rows, padding counted, or as many as hide behind a GPU's launches
+
+Consumer, P parameters
+    held       P (4 + 4 + 8)             master weights, gradients, two moments
+               + P c if c < 4            the weights as the products see them
+               + V h e, twice if the head is not tied; + V h c for the head if c and e differ
+    workspace  3 T taps h (e + 1)        two blocks ahead and one in training, and what verifying looks at
+               + T h (3 c + 12)          the fused context
+               + T L kv (3 c + 24)       its keys and values, kv = kv heads x head dim
+               + D L (h (5 c + 16) + 4 m c + q (3 c + 24) + kv (3 c + 24))   what backward keeps of a draft token
+               + 9 D L heads (S + B)     its attention scores: softmax and their copy in fp32, and the mask
+               + 12 SCORES_PER_BATCH     scores of one batch on their way forward or back
+               + CHUNK_ROWS V c + 8 min(CHUNK_ROWS V, TILE_ELEMENTS)   logits of one chunk
+               + D h (2 c + 4)           hidden states at the head, and their gradient
+
+The workspace is an upper bound in all but small temporaries: a block seldom has its longest samples and all its draft
+tokens at their ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from consumer.bounds import CHUNK_ROWS, DEPTH, SCORES_PER_BATCH, TILE_ELEMENTS
+from consumer.shape import DrafterShape
+from consumer.zlab import tensor_shapes
+from launch.machine import Gpu
+from launch.placement import Placement
+from producer.padding import SHORTEST_SHARE, launch_bound_tokens
+from protocol.errors import RequestError
+from protocol.units import show_bytes
+
+# What a process takes beside its own allocations: CUDA context, kernels and the libraries' work buffers.
+CONTEXT_BYTES = 1 << 30
+# A GPU is called occupied when more than this share of it, and more than a context, is taken before we start.
+OCCUPIED_SHARE = 0.05
+
+
+class Need(msgspec.Struct, frozen=True):
+    """Bytes of one process: `held` for the whole run, `workspace` for its largest block."""
+
+    held: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.held + self.workspace
+
+
+class Block(msgspec.Struct, frozen=True):
+    """The largest block: its tokens and draft tokens, and the longest sample."""
+
+    tokens: int
+    draft_tokens: int
+    longest: int
+
+
+class Budgets(msgspec.Struct, frozen=True):
+    """Bytes that each producer and each consumer may allocate on its device; 0: what is free there."""
+
+    producer: int = 0
+    consumer: int = 0
+
+
+def producer_need(weight_bytes: int, facts: Mapping[str, Any], taps: int, width: int, block: Block) -> Need:
+    """The need of one producer; `width` is the bytes of one number in the dtype that the target runs in."""
+    hidden, mlp = facts["hidden_size"], facts["intermediate_size"]
+    free_tokens = min(launch_bound_tokens(facts), block.tokens // 2 * block.longest)
+    rows = max(block.tokens / SHORTEST_SHARE, free_tokens)
+    layer = hidden * (8 * width + 12) + 4 * mlp * width + block.longest * (1 + width)
+    return Need(weight_bytes, int(rows * layer) + block.tokens * taps * hidden * width)
+
+
+def consumer_need(shape: DrafterShape, tied: bool, width: int, compute_width: int, block: Block) -> Need:
+    """The need of one consumer; `width` is the bytes of one number of the features, `compute_width` in the products."""
+    parameters = 0
+    for size in tensor_shapes(shape).values():
+        count = 1
+        for length in size:
+            count *= length
+        parameters += count
+    c, hidden, vocabulary = compute_width, shape.hidden_size, shape.vocab_size
+    ends = vocabulary * hidden * (width * (1 if tied else 2) + (c if c != width else 0))
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    per_token = (DEPTH + 1) * len(shape.target_layer_ids) * hidden * (width + 1)
+    per_token += hidden * (3 * c + 12) + shape.num_layers * kv * (3 * c + 24)
+    per_draft_token = hidden * (5 * c + 16) + 4 * shape.intermediate_size * c + (q + kv) * (3 * c + 24)
+    per_draft_token += 9 * shape.num_heads * (block.longest + shape.block_size)
+    workspace = block.tokens * per_token + block.draft_tokens * (shape.num_layers * per_draft_token)
+    chunk = CHUNK_ROWS["cuda"] * vocabulary
+    workspace += 12 * SCORES_PER_BATCH + chunk * c + 8 * min(chunk, TILE_ELEMENTS["cuda"])
+    workspace += block.draft_tokens * hidden * (2 * c + 4)
+    return Need(parameters * (16 + (c if c < 4 else 0)) + ends, workspace)
+
+
+def divide(placement: Placement, gpus: Sequence[Gpu], producer: Need, consumer: Need) -> Budgets:
+    """The budgets on the devices of `placement`; none on CPUs.
+
+    On a device of its own a process may use all that is free. Two on one device get their needs, and divide what is
+    left in proportion to them; where such devices differ, the least of each role's shares counts. Raises RequestError
+    when a device cannot hold what a process on it holds for the whole run, or, shared, the needs of both.
+    """
+    budgets: list[Budgets] = []
+    for device in dict.fromkeys((*placement.producers, *placement.consumers)):
+        if device == "cpu":
+            continue
+        gpu = gpus[int(device.partition(":")[2])]
+        produces, consumes = device in placement.producers, device in placement.consumers
+        if produces and consumes:
+            spare = gpu.free_bytes - 2 * CONTEXT_BYTES - producer.total - consumer.total
+            if spare < 0:
+                raise RequestError(_refusal(device, gpu, {"producer": producer.total, "consumer": consumer.total}))
+            extra = spare * producer.total // (producer.total + consumer.total)
+            budgets.append(Budgets(producer.total + extra, consumer.total + spare - extra))
+        elif (producer if produces else consumer).held > gpu.free_bytes - CONTEXT_BYTES:
+            held = {"producer": producer.held} if produces else {"consumer": consumer.held}
+            raise RequestError(_refusal(device, gpu, held))
+    if not budgets:
+        return Budgets()
+    return Budgets(min(each.producer for each in budgets), min(each.consumer for each in budgets))
+
+
+def occupied(placement: Placement, gpus: Sequence[Gpu]) -> list[str]:
+    """One line for each device of `placement` of which somebody else has a part."""
+    devices = [device for device in dict.fromkeys((*placement.producers, *placement.consumers)) if device != "cpu"]
+    used = {device: _used(gpus[int(device.partition(":")[2])]) for device in devices}
+    return [f"{device} is not all ours: {text}" for device, text in used.items() if text]
+
+
+def _used(gpu: Gpu) -> str:
+    taken_bytes = gpu.total_bytes - gpu.free_bytes
+    if taken_bytes <= max(CONTEXT_BYTES, OCCUPIED_SHARE * gpu.total_bytes):
+        return ""
+    return f"other processes have {show_bytes(taken_bytes)} of its {show_bytes(gpu.total_bytes)}"
+
+
+def _refusal(device: str, gpu: Gpu, needs: dict[str, int]) -> str:
+    parts = " and ".join(f"{show_bytes(need)} for the {role}" for role, need in needs.items())
+    contexts = show_bytes(CONTEXT_BYTES * len(needs))
+    advice = "use a smaller target or drafter"
+    if len(needs) == 2:
+        advice = (
+            "lower train.microbatch_tokens, train.microbatch_draft_tokens or data.max_length, give each role a GPU of "
+            "its own (gpus.split), or " + advice
+        )
+    text = f"{parts}, and {contexts} for CUDA itself, do not fit into the {show_bytes(gpu.free_bytes)} that are free"
+    if used := _used(gpu):
+        advice = "free it, " + advice
+        text += f"; {used}"
+    return f"gpus: {device} ({gpu.name}): {text}: {advice}"

@@ -1,0 +1,68 @@
+"""Filling a leased block: the small tensors, the features, and which bytes were written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from producer.forward import features_of
+from producer.taps import Taps
+from producer.target import Target
+from protocol.block import Table, block_table, checksum, table_bytes, views
+from protocol.job import Job
+from protocol.messages import Lease
+
+
+def lease_table(lease: Lease, job: Job) -> Table:
+    """The layout of the whole block that a lease belongs to."""
+    return block_table(sum(lease.lengths), len(lease.samples), job.width, job.dtype)
+
+
+def fill(
+    target: Target, taps: Taps, lease: Lease, slot: memoryview, job: Job, wanted: Callable[[], bool] = lambda: True
+) -> tuple[int, int]:
+    """Writes the leased samples into the slot; returns the 64-bit sum of the features it wrote and how often a batch
+    was halved for lack of memory.
+
+    A part of a block writes only its own samples' rows; the small tensors are the same whoever writes them. Raises
+    Unwanted as soon as `wanted` says no between two forward passes.
+    """
+    tensors = views(slot, lease_table(lease, job))
+    offsets = _offsets(lease)
+    token_ids = np.frombuffer(lease.token_ids, "<i4")
+    tensors["token_ids"][:] = token_ids
+    tensors["loss_mask"][:] = np.frombuffer(lease.loss_mask, np.uint8)
+    tensors["offsets"][:] = offsets
+    tensors["samples"][:] = lease.samples
+    rows: list[NDArray[np.int32]] = [token_ids[offsets[at] : offsets[at + 1]] for at in lease.positions]
+    features = tensors["features"]
+    if len(rows) == len(lease.samples):
+        halved = features_of(target, taps, rows, features, wanted)
+        return checksum(features), halved
+    part = np.empty((sum(map(len, rows)), job.width), features.dtype)
+    halved = features_of(target, taps, rows, part, wanted)
+    start = 0
+    for at, row in zip(lease.positions, rows, strict=True):
+        features[offsets[at] : offsets[at + 1]] = part[start : start + len(row)]
+        start += len(row)
+    return checksum(part), halved
+
+
+def written_ranges(lease: Lease, job: Job) -> list[tuple[int, int]]:
+    """The byte ranges of the slot that `fill` writes for this lease, ascending."""
+    table = lease_table(lease, job)
+    if len(lease.positions) == len(lease.samples):
+        return [(0, table_bytes(table))]
+    (features,) = (spec for spec in table if spec.name == "features")
+    ranges = [(spec.offset, spec.offset + spec.nbytes) for spec in table if spec.name != "features"]
+    offsets = _offsets(lease).tolist()
+    row_bytes = features.nbytes // offsets[-1]
+    for at in sorted(lease.positions):
+        ranges.append((features.offset + offsets[at] * row_bytes, features.offset + offsets[at + 1] * row_bytes))
+    return ranges
+
+
+def _offsets(lease: Lease) -> NDArray[np.int32]:
+    return np.concatenate(([0], np.cumsum(lease.lengths))).astype(np.int32)

@@ -1,0 +1,191 @@
+"""The way out of a producer: where a leased block is written, and how it gets into the ring.
+
+With shared memory a block is written where it stays, and READY can follow at once. Over ZeroMQ (protocol/chunks.py) it
+is written into a buffer of this process; a thread sends it on while the next one is computed, and says READY when the
+last byte lies in the ring.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable
+from typing import Protocol
+
+import xxhash
+import zmq
+from msgspec import Struct
+
+from protocol import sockets
+from protocol.arena import Arena
+from protocol.chunks import pieces
+from protocol.codec import Envelope, decode, encode
+from protocol.errors import ProtocolError, RunError
+from protocol.messages import AnyMessage, Chunk, ChunkAck, Hello, Lease, Nack, Ready, Reject, Stop, Welcome
+from protocol.peer import JOIN_S, Peer
+
+# One buffer is sent while the other is filled.
+BUFFERS = 2
+TURN_MS = 100
+# Ingest may be paused for minutes and go on; that its process has died is for the launcher to see.
+PATIENCE_S = 300.0
+
+
+class Outlet(Protocol):
+    """`room` is where to write a leased block; `commit` lets it go, and READY is said when it lies in the ring."""
+
+    def room(self, lease: Lease) -> memoryview: ...
+
+    def commit(self, lease: Lease, ranges: Iterable[tuple[int, int]], ready: Ready) -> None: ...
+
+    def abandon(self, lease: Lease) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ArenaOutlet:
+    """Straight into the ring, which this process maps."""
+
+    def __init__(self, arena: Arena, peer: Peer) -> None:
+        self._arena, self._peer = arena, peer
+
+    def room(self, lease: Lease) -> memoryview:
+        return self._arena.slot(lease.slot)
+
+    def commit(self, lease: Lease, ranges: Iterable[tuple[int, int]], ready: Ready) -> None:
+        self._peer.send(ready)
+
+    def abandon(self, lease: Lease) -> None:
+        """Nothing to give back: the slot is the coordinator's."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Shipment(Struct, frozen=True):
+    """A filled buffer, what of it to send, and what to say when it has arrived."""
+
+    buffer: memoryview
+    ranges: tuple[tuple[int, int], ...]
+    lease: Lease
+    ready: Ready
+
+
+class _Refused(Exception):
+    """Ingest takes no more of this block."""
+
+
+class ChunkOutlet:
+    """Through ingest, in chunks. Ready when ingest has answered, so that no credit is sent to nobody; raises
+    RunError when it does not. Once the connection has failed `room` raises it too, and `peer`'s inbox gets a STOP."""
+
+    def __init__(self, address: str, run: str, greeting: Hello, slot_bytes: int, peer: Peer) -> None:
+        self._peer = peer
+        self._envelope = Envelope(run, 0)
+        self._free: queue.Queue[memoryview | None] = queue.Queue()
+        for _ in range(BUFFERS):
+            self._free.put(memoryview(bytearray(slot_bytes)))
+        self._room: dict[int, memoryview] = {}
+        self._shipments: queue.Queue[Shipment | None] = queue.Queue()
+        self._acks: dict[int, ChunkAck] = {}  # the newest of each attempt; credit for the next block comes early
+        self._joined, self._closing = threading.Event(), threading.Event()
+        self._failure = ""
+        self._thread = threading.Thread(target=self._run, args=(address, greeting), name="outlet", daemon=True)
+        self._thread.start()
+        self._joined.wait()  # ends with the thread at the latest, whose every wait has a deadline
+        if self._failure:
+            raise RunError(self._failure)
+
+    def room(self, lease: Lease) -> memoryview:
+        buffer = self._free.get()
+        if buffer is None:
+            raise RunError(self._failure)
+        self._room[lease.attempt] = buffer
+        return buffer
+
+    def commit(self, lease: Lease, ranges: Iterable[tuple[int, int]], ready: Ready) -> None:
+        self._shipments.put(Shipment(self._room.pop(lease.attempt), tuple(ranges), lease, ready))
+
+    def abandon(self, lease: Lease) -> None:
+        self._free.put(self._room.pop(lease.attempt))
+
+    def close(self) -> None:
+        """Ends the thread; what has not arrived by now does not arrive."""
+        self._closing.set()
+        self._shipments.put(None)
+        self._thread.join(timeout=10)
+
+    # --- the thread that owns the socket ---
+
+    def _run(self, address: str, greeting: Hello) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        dealer = sockets.dealer(context, address, sockets.PAYLOAD)
+        try:
+            dealer.sndtimeo = int(JOIN_S * 1000)
+            dealer.send(encode(greeting, self._envelope))
+            answer = self._hear(dealer, JOIN_S)
+            dealer.sndtimeo = int(PATIENCE_S * 1000)
+            if not isinstance(answer, Welcome):
+                raise ProtocolError(answer.reason if isinstance(answer, Reject) else f"unexpected {answer}")
+            self._joined.set()
+            while (shipment := self._shipments.get()) is not None:
+                self._peer.send(self._ship(dealer, shipment))
+                self._free.put(shipment.buffer)
+        except (zmq.ZMQError, ProtocolError, RunError) as error:
+            if not self._closing.is_set():
+                self._failure = f"payload could not be sent: {error}"
+                self._peer.inbox.put(Stop(reason=self._failure))
+                self._free.put(None)
+        finally:
+            self._joined.set()
+            dealer.close()
+            context.term()
+
+    def _ship(self, dealer: zmq.Socket[bytes], shipment: Shipment) -> Ready | Nack:
+        """Sends one block within its credit; READY once all of it lies in the ring, NACK when ingest refuses it."""
+        attempt, sent = shipment.ready.attempt, 0
+        try:
+            for piece in pieces(shipment.ranges):
+                while sent + piece.nbytes > self._ack(attempt).limit:
+                    self._take_ack(dealer)
+                payload = shipment.buffer[piece.start : piece.stop]
+                checksum = xxhash.xxh3_64_intdigest(payload)
+                chunk = Chunk(attempt=attempt, offset=piece.start, checksum=checksum, last=piece.last)
+                dealer.send(encode(chunk, self._envelope), zmq.SNDMORE)
+                # The buffer is not touched before ingest has acknowledged all of it, so libzmq may read it in place.
+                dealer.send(payload, copy=False)
+                sent += piece.nbytes
+            while self._ack(attempt).received < sent:
+                self._take_ack(dealer)
+        except _Refused as refused:
+            return _nack(shipment.lease, str(refused))
+        finally:
+            self._acks = {later: ack for later, ack in self._acks.items() if later > attempt}
+        return shipment.ready
+
+    def _ack(self, attempt: int) -> ChunkAck:
+        ack = self._acks.get(attempt) or ChunkAck(attempt=attempt, received=0, limit=0, problem="")
+        if ack.problem:
+            raise _Refused(ack.problem)
+        return ack
+
+    def _take_ack(self, dealer: zmq.Socket[bytes]) -> None:
+        message = self._hear(dealer, PATIENCE_S)
+        if isinstance(message, Reject):
+            raise ProtocolError(f"refused: {message.reason}")
+        if isinstance(message, ChunkAck):
+            self._acks[message.attempt] = message
+
+    def _hear(self, dealer: zmq.Socket[bytes], patience_s: float) -> AnyMessage:
+        # Turns are counted, not the clock: a pause of this process is not ingest's silence.
+        for _ in range(int(patience_s * 1000 / TURN_MS)):
+            if self._closing.is_set():
+                raise RunError("this outlet is closed")
+            if dealer.poll(TURN_MS):
+                return decode(dealer.recv())[1]
+        raise RunError(f"ingest has said nothing for {patience_s:.0f} s")
+
+
+def _nack(lease: Lease, problem: str) -> Nack:
+    step, index, kind, attempt = lease.step, lease.index, lease.kind, lease.attempt
+    return Nack(step=step, index=index, kind=kind, attempt=attempt, reason=problem, retryable=True)
