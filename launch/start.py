@@ -24,7 +24,7 @@ from launch.machine import Gpu
 from launch.placement import Placement
 from producer.locate import feature_dtype, read_target_facts, target_fingerprint, weight_size
 from protocol.block import CARRIERS
-from protocol.cursor import Cursor, fit
+from protocol.cursor import check_fit
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError
 from protocol.job import Job
@@ -133,7 +133,8 @@ def make_job(
 ) -> tuple[Job, list[str]]:
     """The job of this start, going on from `checkpoint` if there is one, and notes for the user."""
     cursor = read_cursor(checkpoint) if checkpoint is not None else None
-    notes = _check_cursor(cursor, plan, checkpoint) if cursor is not None and checkpoint is not None else []
+    change = check_fit(str(checkpoint), cursor, plan) if cursor is not None else ""
+    notes = [f"resuming with {change}"] if change else []
     shape = _final_shape(config, found, dataset)
     weights = _target(config, found)
     if checkpoint is not None:
@@ -251,10 +252,3 @@ def _check_same_training(checkpoint: Path, shape: DrafterShape, target: str) -> 
         raise RequestError(
             f"{checkpoint} was trained for another target or dtype: restore [target], or start another run"
         )
-
-
-def _check_cursor(cursor: Cursor, plan: Plan, checkpoint: Path) -> list[str]:
-    verdict = fit(cursor, plan)
-    if verdict.verdict == "refused":
-        raise RequestError(f"{checkpoint}: {verdict.reason}")
-    return [f"resuming with {verdict.reason}"] if verdict.reason else []

@@ -158,7 +158,7 @@ class ChunkOutlet:
             while self._ack(attempt).received < sent:
                 self._take_ack(dealer)
         except _Refused as refused:
-            return _nack(shipment.lease, str(refused))
+            return nack(shipment.lease, str(refused), retryable=True)
         finally:
             self._acks = {later: ack for later, ack in self._acks.items() if later > attempt}
         return shipment.ready
@@ -186,6 +186,7 @@ class ChunkOutlet:
         raise RunError(f"ingest has said nothing for {patience_s:.0f} s")
 
 
-def _nack(lease: Lease, problem: str) -> Nack:
+def nack(lease: Lease, reason: str, retryable: bool) -> Nack:
+    """The answer to a lease that cannot be filled."""
     step, index, kind, attempt = lease.step, lease.index, lease.kind, lease.attempt
-    return Nack(step=step, index=index, kind=kind, attempt=attempt, reason=problem, retryable=True)
+    return Nack(step=step, index=index, kind=kind, attempt=attempt, reason=reason, retryable=retryable)

@@ -26,7 +26,7 @@ from producer.target import Target, load_target, stop_ids
 from producer.target_io import is_current, write_target_io
 from producer.template import load_tokenizer
 from protocol.child import run_child
-from protocol.cursor import decode_cursor, fit
+from protocol.cursor import check_fit, decode_cursor
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError
 from protocol.plan import Plan
@@ -84,9 +84,7 @@ def _check_resumable(resumed: Resumed, dataset: TokenDataset) -> None:
     """Refuses (RequestError) another plan than the checkpoint's before any file of the run is replaced."""
     plan = Plan(dataset.lengths, dataset.eligible, resumed.plan, dataset.fingerprint)
     path = Path(resumed.checkpoint) / "cursor.json"
-    verdict = fit(decode_cursor(path.read_bytes(), str(path)), plan)
-    if verdict.verdict == "refused":
-        raise RequestError(f"{resumed.checkpoint}: {verdict.reason}")
+    check_fit(resumed.checkpoint, decode_cursor(path.read_bytes(), str(path)), plan)
 
 
 def main(path: str) -> None:

@@ -6,7 +6,6 @@ for room. Without a ring to map, payload leaves over ZeroMQ.
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from producer.assignments import Assignments
 from producer.config import TargetConfig
 from producer.fill import fill, written_ranges
 from producer.forward import Unwanted
-from producer.outlet import ArenaOutlet, ChunkOutlet, Outlet
+from producer.outlet import ArenaOutlet, ChunkOutlet, Outlet, nack
 from producer.taps import Taps
 from producer.target import Target, load_target
 from protocol.arena import Arena
@@ -26,8 +25,6 @@ from protocol.errors import RunError
 from protocol.job import Job, read_job, read_section, run_token
 from protocol.messages import Lease, Nack, Ready, Stop, Want
 from protocol.peer import Peer, hello
-
-log = logging.getLogger(__name__)
 
 
 class Producer:
@@ -41,9 +38,9 @@ class Producer:
         """Fills leases until the coordinator says stop or is lost; returns the reason."""
         self._peer.send(Want(kind="model"))
         while not isinstance(lease := self._assignments.next(), Stop):
-            if (nack := self._work(lease)) is not None:
+            if (refusal := self._work(lease)) is not None:
                 self._outlet.abandon(lease)
-                self._peer.send(nack)
+                self._peer.send(refusal)
             self._peer.send(Want(kind="model"))
             self._peer.progress += 1
         return lease.reason
@@ -57,10 +54,10 @@ class Producer:
                 self._target, self._taps, lease, room, self._job, lambda: self._assignments.wanted(lease)
             )
         except Unwanted:
-            return _nack(lease, "taken back", retryable=True)
+            return nack(lease, "taken back", retryable=True)
         except torch.OutOfMemoryError as error:
             # Even one sample alone did not fit, and will not the next time either.
-            return _nack(lease, f"out of memory: {error}", retryable=False)
+            return nack(lease, f"out of memory: {error}", retryable=False)
         ready = Ready(
             step=lease.step,
             index=lease.index,
@@ -72,11 +69,6 @@ class Producer:
         )
         self._outlet.commit(lease, written_ranges(lease, self._job), ready)
         return None
-
-
-def _nack(lease: Lease, reason: str, retryable: bool) -> Nack:
-    step, index, kind, attempt = lease.step, lease.index, lease.kind, lease.attempt
-    return Nack(step=step, index=index, kind=kind, attempt=attempt, reason=reason, retryable=retryable)
 
 
 def main(run_dir: Path, index: int, ring_fd: int | None) -> None:

@@ -83,3 +83,12 @@ def fit(cursor: Cursor, plan: Plan) -> Fit:
     if cursor.plan_hash != plan.hash:
         return Fit("repartitioned", "other consumers, anchors or micro-batch bounds: the same steps in other blocks")
     return Fit("exact")
+
+
+def check_fit(checkpoint: str, cursor: Cursor, plan: Plan) -> str:
+    """What changes when `checkpoint`, which stands at `cursor`, goes on with `plan`; "" when nothing does. Raises
+    RequestError when it cannot go on with it."""
+    found = fit(cursor, plan)
+    if found.verdict == "refused":
+        raise RequestError(f"{checkpoint}: {found.reason}")
+    return found.reason
