@@ -86,7 +86,7 @@ class Rank:
         self.best = 0.0
         self.last: float | None = None
         self._start_from()
-        self.peer = Peer(self.job.address, self.job.run_id, self._hello())
+        self.peer = Peer(self.job.address, self.job.run_id, self._hello(), self.job.hang_s)
         arena = Arena(ring_fd, self.job.slots, self.job.slot_bytes)
         self.feed = Feed(self.peer, arena, self.device, len(self.job.taps))
         self.feed.quarantined = dict(self.job.quarantined)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.block import Table, block_table, table_bytes
-from protocol.gate import STOP, VerifiedGate
+from protocol.gate import ABANDON, STOP, VerifiedGate
 from protocol.grants import Delivery, Key, Lease
 from protocol.job import INGEST, Job
 from protocol.ledger import Ledger
@@ -37,6 +37,7 @@ from protocol.messages import (
     Release,
     Report,
     Revoke,
+    Rewind,
     Stop,
     Verified,
     Want,
@@ -49,7 +50,7 @@ SENT_BY: dict[str, tuple[type[Message], ...]] = {
     "producer": (Want, Ready, Nack),
     "consumer": (Credit, Verified, Release, Bad, Reached, Report, Checkpointed),
     INGEST: (),
-    LAUNCHER: (Gone, Order),
+    LAUNCHER: (Gone, Rewind, Order),
 }
 
 
@@ -122,7 +123,7 @@ class Conductor:
                     self.gate.verified(held.step, held.micro_step, held.rank)
             case Release():
                 if self.ledger.release((message.step, message.index), message.attempt):
-                    del self._held[message.step, message.index]
+                    self._forget(self._held.pop((message.step, message.index)))
             case Bad():
                 self._bad(message)
             case Reached(step=step):
@@ -131,8 +132,10 @@ class Conductor:
                 self.rows.append((kind, row))
             case Checkpointed(next_step=step):
                 self.rows.append(("event", {"what": "checkpoint", "text": f"checkpoint at step {step}", "step": step}))
-            case Gone(name=gone):
-                self._gone(gone)
+            case Gone():
+                self._gone(message)
+            case Rewind():
+                self._rewind(message)
             case Order(order=order):
                 self._order(order)
         self._pump()
@@ -140,12 +143,34 @@ class Conductor:
 
     # --- inside ---
 
-    def _gone(self, name: str) -> None:
-        """A child has been reaped: what it was filling is open again."""
+    def _gone(self, message: Gone) -> None:
+        """A producer has ended: what it was filling is open again, or, while it may still write, lost."""
+        name = message.name
         self._wants = [want for want in self._wants if want[0] != name]
-        reopened = self.ledger.holder_died(name)
-        blocks = ", ".join(f"step {lease.step} block {lease.index}" for lease in reopened) or "none"
-        self.rows.append(("event", {"what": "gone", "text": f"{name} is gone; blocks leased anew: {blocks}"}))
+        if message.reaped:
+            reopened = self.ledger.holder_died(name)
+            blocks = ", ".join(f"step {lease.step} block {lease.index}" for lease in reopened) or "none"
+            text = f"{name} is gone; blocks to lease anew: {blocks}"
+        else:
+            slots = ", ".join(map(str, self.ledger.holder_lost(name))) or "none"
+            text = f"{name} was killed and does not end: it is not started again; slots of the ring lost: {slots}"
+        self.rows.append(("event", {"what": "gone", "text": text}))
+
+    def _rewind(self, message: Rewind) -> None:
+        """Every rank has ended: the run goes back to a checkpoint, and what lies in the ring for later steps stays."""
+        for name in message.names:
+            self._ranks.pop(name, None)
+            self._roles.pop(name, None)
+        self._credit.clear()
+        self._held.clear()
+        quarantined = {int(sample): reason for sample, reason in message.quarantined.items()}
+        self.ledger.rewind(message.step, quarantined)
+        self.ledger.paused = False
+        self.gate.rewind(message.step)
+        self._known_quarantined = len(quarantined)
+        self.rows.append(("rewind", {"step": message.step}))
+        names = ", ".join(message.names)
+        self.rows.append(("event", {"what": "rewind", "text": f"{names} start again from step {message.step}"}))
 
     def _ready(self, name: str, message: Ready) -> None:
         key = (message.step, message.index)
@@ -162,11 +187,16 @@ class Conductor:
     def _bad(self, message: Bad) -> None:
         if held := self._current(message):
             self.gate.bad(held.step, held.micro_step, held.rank)
-            del self._held[held.key]
+            self._forget(self._held.pop(held.key))
             self.rows.append(
                 ("event", {"what": "bad", "text": f"step {held.step} block {held.index}: {message.reason}"})
             )
             self.ledger.bad(held.key, message.attempt, message.samples or None, message.reason)
+
+    def _forget(self, delivery: Delivery) -> None:
+        """The parts of a delivery are needed no more. Until then it may be delivered again, after a rewind."""
+        for part in delivery.parts:
+            self._sums.pop(part.attempt, None)
 
     def _current(self, message: Verified | Bad) -> Delivery | None:
         """The delivery that a consumer speaks of, unless it is an earlier one."""
@@ -177,6 +207,8 @@ class Conductor:
         if order == STOP:
             # Leases go on until the boundary: the step before it needs its blocks.
             self.gate.order([STOP])
+        elif order == ABANDON:
+            self.gate.abandon()
         else:
             self.ended = True
             self.out += [(peer, Stop(reason=order)) for peer in self._peers_of_work()]
@@ -213,6 +245,9 @@ class Conductor:
             if lease is None:
                 self._wants.append((name, kind))
                 continue
+            if self.ledger.history((lease.step, lease.index)) != (0, 0):
+                text = f"step {lease.step} block {lease.index} is leased again, to {name}"
+                self.rows.append(("event", {"what": "leased again", "text": text}))
             if self._job.transport == "zmq":
                 nbytes = table_bytes(self._table(lease.block_samples))
                 self.out.append((INGEST, Expect(holder=name, attempt=lease.attempt, slot=lease.slot, nbytes=nbytes)))
@@ -269,5 +304,5 @@ class Conductor:
             slot=-1 if delivery.slot is None else delivery.slot,
             table=table,
             samples=delivery.samples,
-            checksum=sum(self._sums.pop(part.attempt) for part in delivery.parts) % 2**64,
+            checksum=sum(self._sums[part.attempt] for part in delivery.parts) % 2**64,
         )

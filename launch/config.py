@@ -29,10 +29,12 @@ _KEY = re.compile(r"(?:unknown key '|\[)?([\w.\[\]-]+)")
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[run] — the run's name (default: the config file's name) and the folder that holds the runs."""
+    """[run] — the run's name (default: the config file's name), the folder that holds the runs, and how long a process
+    may show no life before it is ended and started again."""
 
     name: str = ""
     dir: str = "runs"
+    hang_after: str | int = "5min"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

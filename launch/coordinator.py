@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from launch.admission import refusal
+from launch.awake import AwakeClock
 from launch.conductor import LAUNCHER, Conductor
 from launch.metrics import Journal
 from launch.stall import Watch
@@ -25,7 +26,7 @@ from protocol.codec import Envelope, decode, encode
 from protocol.dataset import TokenDataset
 from protocol.errors import ProtocolError
 from protocol.job import INGEST, Job, read_job, run_token
-from protocol.messages import AnyMessage, Gone, Heartbeat, Hello, Message, Reject, Snapshot, Welcome
+from protocol.messages import AnyMessage, Gone, Heartbeat, Hello, Hung, Message, Reject, Rewind, Snapshot, Welcome
 from protocol.plan import Plan
 
 HEARTBEAT_S = 2.0
@@ -48,7 +49,9 @@ class Coordinator:
         self.tally = Tally(self.job, plan.total_steps, run_costs(self.job, run_dir, dataset))
         names = self.job.producer_names, self.job.consumer_names
         ingests = self.job.transport == "zmq"
-        self.watch = Watch(*names, self.job.start_step, time.monotonic(), ingests=ingests)
+        self._awake = AwakeClock()
+        self.watch = Watch(*names, self.job.start_step, self._awake(), ingests=ingests, hang_s=self.job.hang_s)
+        self._told_hung: set[str] = set()
         self._journal = Journal(run_dir / "metrics.jsonl")
         self._router = router
         self._envelope = Envelope(self.job.run_id, self.job.incarnation)
@@ -86,7 +89,7 @@ class Coordinator:
             self._join(identity, message, envelope)
         elif (name := self._names.get(identity)) is not None:
             if isinstance(message, Heartbeat):
-                self.watch.heard(name, message, time.monotonic())
+                self.watch.heard(name, message, self._awake())
             else:
                 self._dispatch(name, message)
 
@@ -105,17 +108,26 @@ class Coordinator:
         self._identities[hello.name], self._names[identity] = identity, hello.name
         welcome = Welcome(slots=self.job.slots, slot_bytes=self.job.slot_bytes, heartbeat_s=HEARTBEAT_S)
         self._send_to(identity, welcome)
-        self.watch.joined(hello.name, time.monotonic())
+        self.watch.joined(hello.name, self._awake())
+        self._told_hung.discard(hello.name)
         self.conductor.joined(hello)
 
     def _dispatch(self, name: str, message: AnyMessage) -> None:
         if self.conductor.handle(name, message):
             self.tally.note(message, time.monotonic())
-            self.watch.heard(name, message, time.monotonic())
+            self.watch.heard(name, message, self._awake())
             if isinstance(message, Gone):
-                self._names.pop(self._identities.pop(message.name, b""), None)
-                if (successor := self._successors.pop(message.name, None)) is not None:
-                    self._join(*successor)
+                self._forget((message.name,))
+            elif isinstance(message, Rewind):
+                self._forget(message.names)
+
+    def _forget(self, names: tuple[str, ...]) -> None:
+        """Children that have ended; whoever came in their place meanwhile joins."""
+        for name in names:
+            self._names.pop(self._identities.pop(name, b""), None)
+        for name in names:
+            if (successor := self._successors.pop(name, None)) is not None:
+                self._join(*successor)
 
     def _flush(self) -> None:
         for kind, row in self.conductor.rows:
@@ -127,7 +139,7 @@ class Coordinator:
         pending, self.conductor.out = self.conductor.out, []
         for name, message in pending:
             if (identity := self._identities.get(name)) is not None:
-                self.watch.sent(name, message, time.monotonic())
+                self.watch.sent(name, message, self._awake())
                 self._send_to(identity, message)
 
     def _send_to(self, identity: bytes, message: Message) -> None:
@@ -144,12 +156,23 @@ class Coordinator:
             for identity in self._names:
                 self._send_to(identity, Heartbeat(progress=0))
         if self._is_due(SNAPSHOT_S, now) and (launcher := self._identities.get(LAUNCHER)):
-            if line := self.watch.look(self.conductor.gate, self.conductor.ledger.counts["ready"], now):
-                self._journal.write("event", {"what": "stall", "text": line})
-                log.info("%s", line)
+            self._look(launcher)
             self._send_to(launcher, Snapshot(state=self._state(now)))
         if self._is_due(STREAM_ROW_S, now):
             self._journal.write("stream", self._state(now))
+
+    def _look(self, launcher: bytes) -> None:
+        """Says what is waited for, when that is due, and who hangs, once for each start of a child."""
+        gate, now = self.conductor.gate, self._awake()
+        if line := self.watch.look(gate, self.conductor.ledger.counts["ready"], now):
+            self._journal.write("event", {"what": "stall", "text": line})
+            log.info("%s", line)
+        for name, reason in self.watch.hung(gate, now).items():
+            if name not in self._told_hung:
+                self._told_hung.add(name)
+                self._journal.write("event", {"what": "hang", "text": f"{name} hangs: {reason}"})
+                log.warning("%s hangs: %s", name, reason)
+                self._send_to(launcher, Hung(name=name, reason=reason))
 
     def _is_due(self, every_s: float, now: float) -> bool:
         if now < self._due[every_s]:
@@ -158,7 +181,7 @@ class Coordinator:
         return True
 
     def _state(self, now: float) -> dict[str, Any]:
-        return self.tally.state(self.conductor, now) | self.watch.state(self.conductor.gate, now)
+        return self.tally.state(self.conductor, now) | self.watch.state(self.conductor.gate, self._awake())
 
 
 def main(run_dir: Path) -> None:

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import queue
 import secrets
 import socket
 import time
 from pathlib import Path
 
+import msgspec
+
+from consumer.checkpoints import newest_good, read_cursor
 from launch.live import Screen
 from launch.machine import threads_per_process
+from launch.restarts import Restarts
 from launch.signals import Interrupted, Signals
-from launch.supervise import Child
+from launch.supervise import REAP_S, Child, await_news
 from protocol.errors import RunError
-from protocol.gate import STOP
-from protocol.job import INGEST, TOKEN_VARIABLE, Job
-from protocol.messages import Error, Gone, Order, Snapshot, Stop
+from protocol.gate import ABANDON, STOP
+from protocol.job import INGEST, TOKEN_VARIABLE, Job, write_job
+from protocol.messages import Error, Gone, Hung, Order, Rewind, Snapshot, Stop
 from protocol.peer import Peer, hello
 
 # Exit codes of a consumer: the plan is done, or it stopped at a step boundary after a checkpoint.
 DONE, INTERRUPTED = 0, 75
+# Any child: a request that the next start would refuse too.
+WRONG_REQUEST = 2
 TICK_S = 0.1
-# A producer that has died this often while the run made no step is not started again.
-DEATHS_A_STEP = 3
 GRACE_S = 20.0
+# A run that cannot go on gets so long for the checkpoint of what it has trained.
+LAST_CHECKPOINT_S = 60.0
 # On a CPU, PyTorch and the oneDNN below it each keep what they compiled for the last 1024 shapes of a bf16 product, a
 # third of a MiB apiece and scattered over the heap. Blocks differ in their rows, so a consumer of 374 steps met 2,192
 # shapes and grew to 2.8 GiB; with 64 it stays at 0.9, computes the same bits and is no slower. The shapes of one block
@@ -42,30 +51,36 @@ class Crew:
         base = {"OMP_NUM_THREADS": threads, TOKEN_VARIABLE: token}
         self._environment = base | COMPILED_PRODUCTS | _ranks(len(job.consumers))
         self._step = job.start_step
-        self._deaths: dict[str, tuple[int, int]] = {}  # step at the last death, deaths at that step
-        self._asleep: dict[str, float] = {}
+        self._restarts = Restarts()
+        self._asleep: dict[str, float] = {}  # when to start whom again
+        self._dying: dict[str, float] = {}  # killed because they hung, and until when they may take to end
+        self._lost: set[str] = set()
+        self._last_words: str | None = None
+        self._deadline = math.inf
         self._children: dict[str, Child] = {}
         self._peer: Peer | None = None
         self._stopping = False
 
     def work(self) -> tuple[str, str]:
-        """("done" | "interrupted", reason). Raises RunError with the line for the user, Interrupted."""
+        """("done" | "interrupted", reason). Raises RunError with the lines for the user, Interrupted."""
         self._start("coordinator")
-        self._peer = Peer(
-            self._job.address, self._job.run_id, hello("launcher", "launcher", 0, self._token, self._job.schema)
-        )
+        greeting = hello("launcher", "launcher", 0, self._token, self._job.schema)
+        self._peer = Peer(self._job.address, self._job.run_id, greeting, self._job.hang_s)
         ingest = [INGEST] if self._job.transport == "zmq" else []
         for name in (*ingest, *self._job.producer_names, *self._job.consumer_names):
             self._start(name)
         while True:
-            time.sleep(TICK_S)
+            alive = [child for child in self._children.values() if child.exit_code() is None]
+            await_news(alive, [self._peer.arrived_fd], TICK_S)
             self._obey_signals()
             self._read_mail()
-            self._tend_producers()
-            codes = self._consumer_codes()
-            if all(code == 0 for code in codes):
+            self._tend()
+            codes = [self._children[name].exit_code() for name in self._job.consumer_names]
+            if self._last_words is not None and (None not in codes or time.monotonic() > self._deadline):
+                raise RunError(self._last_words)
+            if all(code == DONE for code in codes):
                 return "done", ""
-            if all(code in (0, INTERRUPTED) for code in codes):
+            if all(code in (DONE, INTERRUPTED) for code in codes):
                 return "interrupted", "stopped at a step boundary after a checkpoint"
 
     def end(self) -> None:
@@ -106,12 +121,14 @@ class Crew:
             self._screen.say("stopping at the next step boundary, after a checkpoint (interrupt again to end at once)")
             self._tell(Order(order=STOP))
 
-    def _tell(self, message: Order | Gone) -> None:
+    def _tell(self, message: Order | Gone | Rewind) -> None:
         assert self._peer is not None
         self._peer.send(message)
 
     def _read_mail(self) -> None:
         assert self._peer is not None
+        with contextlib.suppress(BlockingIOError):  # nothing has arrived
+            os.eventfd_read(self._peer.arrived_fd)
         while True:
             try:
                 message = self._peer.inbox.get_nowait()
@@ -121,41 +138,111 @@ class Crew:
                 case Snapshot(state=state):
                     self._step = state["step"]
                     self._screen.show(state)
+                case Hung(name=name, reason=reason):
+                    self._end_hung(name, reason)
                 case Error(text=text):
-                    raise RunError(text)
+                    self._give_up(text)
                 case Stop(reason=reason):
                     raise RunError(f"the coordinator is gone: {reason} (log: {self._run_dir}/log/coordinator.log)")
 
-    def _tend_producers(self) -> None:
-        """Reaps dead producers, tells the coordinator, and starts each again after a pause that doubles."""
+    def _tend(self) -> None:
+        """Starts again whoever died, for as long as that makes sense."""
+        for name, at in list(self._asleep.items()):
+            if time.monotonic() >= at:
+                del self._asleep[name]
+                self._start(name)
         for name in ("coordinator", INGEST):
             if name in self._children and self._children[name].exit_code() is not None:
                 raise RunError(self._children[name].obituary())
-        for name in self._names("producer"):
-            child = self._children[name]
-            if name in self._asleep:
-                if time.monotonic() >= self._asleep[name]:
-                    del self._asleep[name]
-                    self._start(name)
-            elif (code := child.exit_code()) is not None:
-                self._tell(Gone(name=name))
-                died_at, deaths = self._deaths.get(name, (-1, 0))
-                deaths = deaths + 1 if died_at == self._step else 1
-                self._deaths[name] = (self._step, deaths)
-                if code == 2 or deaths > DEATHS_A_STEP:
-                    raise RunError(child.obituary())
-                self._screen.say(f"{child.obituary()}; starting it again")
-                self._asleep[name] = time.monotonic() + 2.0 ** (deaths - 1) - 1.0
+        if self._last_words is not None:
+            return
+        for name in self._awake(self._job.producer_names):
+            if self._children[name].exit_code() is not None:
+                self._replace_producer(name)
+            elif time.monotonic() > self._dying.get(name, math.inf):
+                self._lose_producer(name)
+        for name in self._awake(self._job.consumer_names):
+            if self._children[name].exit_code() not in (None, DONE, INTERRUPTED):
+                self._rewind(name)
+                return
+            if time.monotonic() > self._dying.get(name, math.inf):
+                raise RunError(f"{name} was killed and does not end (log: {self._children[name].log_path})")
 
-    def _consumer_codes(self) -> list[int | None]:
-        codes = {name: self._children[name].exit_code() for name in self._names("consumer")}
-        for name, code in codes.items():
-            if code not in (None, DONE, INTERRUPTED):
-                raise RunError(self._children[name].obituary())
-        return list(codes.values())
+    def _awake(self, names: list[str]) -> list[str]:
+        return [name for name in names if name not in self._asleep and name not in self._lost]
 
-    def _names(self, role: str) -> list[str]:
-        return [name for name in self._children if name.startswith(role)]
+    def _end_hung(self, name: str, reason: str) -> None:
+        if self._alive(name):
+            self._screen.say(f"{name} hangs ({reason}) and is ended (log: {self._children[name].log_path})")
+            self._children[name].kill()
+            self._dying[name] = time.monotonic() + REAP_S
+
+    def _replace_producer(self, name: str) -> None:
+        """A reaped producer: what it was filling is leased anew, and another takes its place after a pause."""
+        child = self._children[name]
+        self._dying.pop(name, None)
+        self._tell(Gone(name=name, reaped=True))
+        pause_s = self._restarts.died(name, self._step)
+        if child.exit_code() == WRONG_REQUEST or pause_s is None:
+            self._give_up(_last_words(child))
+            return
+        self._screen.say(f"{child.obituary()}; starting it again")
+        self._asleep[name] = time.monotonic() + pause_s
+
+    def _lose_producer(self, name: str) -> None:
+        """It was killed and is still there: the slots that it may write are never used again, nor is its name."""
+        self._lost.add(name)
+        self._tell(Gone(name=name, reaped=False))
+        text = f"{name} was killed and does not end; the run goes on without it and without the slots it may write"
+        self._screen.say(text)
+        if self._lost.issuperset(self._job.producer_names):
+            self._give_up(f"{text}: no producer is left")
+
+    def _rewind(self, dead: str) -> None:
+        """A rank has died: all start again from the newest good checkpoint, and the ledger goes back to it."""
+        child = self._children[dead]
+        pause_s = self._restarts.died("consumers", self._step)
+        if child.exit_code() == WRONG_REQUEST or pause_s is None:
+            raise RunError(_last_words(child))
+        # The others may be inside a collective, which nothing but their end gets them out of.
+        for name in self._job.consumer_names:
+            if not self._children[name].end(0.0):
+                raise RunError(f"{name} was killed and does not end (log: {self._children[name].log_path})")
+            self._dying.pop(name, None)
+        checkpoint, notes = newest_good(self._run_dir / "checkpoints")
+        for note in notes:
+            self._screen.say(note)
+        if checkpoint is not None:
+            cursor = read_cursor(checkpoint)
+            place = {"checkpoint": str(checkpoint), "start_step": cursor.next_step, "quarantined": cursor.quarantined}
+            self._job = msgspec.structs.replace(self._job, **place)
+            write_job(self._run_dir, self._job)
+        elif self._job.start_step > 0:
+            raise RunError(f"{child.obituary()}; and there is no checkpoint left to go on from")
+        step = self._job.start_step
+        self._screen.say(f"{child.obituary()}; every consumer starts again from step {step}")
+        names = tuple(self._job.consumer_names)
+        self._tell(Rewind(names=names, step=step, quarantined=self._job.quarantined))
+        if self._stopping:  # the GO that carried it may be lost with the dead
+            self._tell(Order(order=STOP))
+        self._environment |= _ranks(len(names))
+        self._asleep |= dict.fromkeys(names, time.monotonic() + pause_s)
+
+    def _give_up(self, last_words: str) -> None:
+        """The run cannot go on. What has been trained is saved first, if there is something and it goes quickly."""
+        if self._last_words is not None:
+            return
+        if self._step == self._job.start_step or not all(map(self._alive, self._job.consumer_names)):
+            raise RunError(last_words)
+        self._screen.say(f"{last_words.splitlines()[0]}; the run ends after a checkpoint")
+        self._last_words, self._deadline = last_words, time.monotonic() + LAST_CHECKPOINT_S
+        self._tell(Order(order=ABANDON))
+
+
+def _last_words(child: Child) -> str:
+    """The obituary of a child that is not started again, and the end of its log."""
+    tail = "".join(f"\n    {line}" for line in child.tail())
+    return child.obituary() + (f"; the end of its log:{tail}" if tail else "")
 
 
 def _ranks(consumers: int) -> dict[str, str]:

@@ -141,7 +141,7 @@ def main(run_dir: Path, ring_fd: int) -> None:
         sockets.router(context, job.payload_address, sockets.PAYLOAD) as router,
     ):
         # Bound before it joins: no producer is sent to an address where nobody listens.
-        peer = Peer(job.address, job.run_id, hello(INGEST, INGEST, 0, run_token(), job.schema))
+        peer = Peer(job.address, job.run_id, hello(INGEST, INGEST, 0, run_token(), job.schema), job.hang_s)
         reason = Ingest(job, run_token(), router, arena, peer).run()
         peer.close()
     if reason != "done":

@@ -1,14 +1,15 @@
 """metrics.jsonl: one row a line, appended while the run lives, readable by anyone.
 
-Every row has `kind` and `time`. A `start` row with `step` s begins a new stretch: what was recorded past s before it
-comes again, so those rows are superseded.
+Every row has `kind` and `time`. A `start` or `rewind` row with `step` s begins a new stretch: what was recorded past s
+before it comes again, so those rows are superseded.
 
     start  step (steps done when this stretch began), versions, host, machine, command, placement
+    rewind  step (of the checkpoint that the consumers began from again, within one start)
     step   step, epoch, loss, accuracy (per slot), lr, grad_norm, samples, tokens, samples_trained, tokens_trained
     eval   step, acceptance_mean, acceptance_per_position, ...
     baseline  unigram, bigram: the same keys, measured once
     stream step, ring, producer_tokens_per_s, consumer_tokens_per_s, waits, bytes_streamed
-    event  what, text        (gone, bad, quarantine, checkpoint, numerics_changed, stall, ...)
+    event  what, text        (gone, leased again, rewind, bad, quarantine, checkpoint, numerics_changed, stall, ...)
     end    state (done, failed, interrupted), reason
 """
 
@@ -78,7 +79,7 @@ def read_rows(path: Path) -> list[Row]:
             continue
         if not isinstance(row, dict) or "kind" not in row:
             continue
-        if row["kind"] == "start":
+        if row["kind"] in ("start", "rewind"):
             at = row.get("step", 0)
             rows = [old for old in rows if old["kind"] not in ("step", "eval") or _counts(old.get("step", 0), at)]
         rows.append(row)

@@ -1,7 +1,8 @@
 """What a run waits for, by name, from the messages that pass through the coordinator. Pure: the clock is handed in.
 
 Progress is a produced block, a verified block or a step. Without any for `limit_s` there is one line that names the
-stage that is waited for; it comes again each time the wait has doubled. Nothing is ended here: slow is not dead.
+stage that is waited for; it comes again each time the wait has doubled. Slow is not dead: a child hangs (`hung`) only
+when it has been silent, or has worked on one thing without any progress, for `hang_s`.
 
 A step needs, in this order, that every rank has joined, that the step before is done, that every rank has come to it,
 and that each rank has its block, which a producer must have made. The first of these that is missing is waited for.
@@ -26,6 +27,7 @@ from protocol.messages import (
     Nack,
     Ready,
     Report,
+    Rewind,
     Verified,
     Want,
 )
@@ -35,6 +37,8 @@ LIMIT_S = 30.0
 # A peer beats every two seconds by a thread of its own, whatever else it does: silence means that it was stopped, or
 # that its machine is badly short of something.
 SILENT_S = 10.0
+# A child that shows no life for this long is ended: longer than a machine may be paused or one sample may take.
+HANG_S = 300.0
 # From here on a wait is shown beside the other figures.
 SHOWN_AFTER_S = 5.0
 
@@ -78,30 +82,36 @@ class Watch:
         now: float,
         limit_s: float = LIMIT_S,
         ingests: bool = False,
+        hang_s: float = HANG_S,
     ) -> None:
         self.produced = self.trained = 0
         self.stall: str | None = None
-        self._producers, self._consumers, self._limit_s = producers, consumers, limit_s
+        self._producers, self._consumers, self._limit_s, self._hang_s = producers, consumers, limit_s, hang_s
         self._ingest = [INGEST] if ingests else []
         self._moved = now
         self._due_s = limit_s
         # Who has not joined yet, since when.
         self._loading = dict.fromkeys((*self._ingest, *producers, *consumers), now)
         self._heard: dict[str, float] = {}
+        self._progress: dict[str, tuple[int, float]] = {}  # each one's own count of what it did, and when it grew
         self._wants: Counter[str] = Counter()  # asked for and not granted
         self._leases: dict[int, _Work] = {}  # by attempt
         self._delivered: dict[tuple[int, int], _Work] = {}  # not yet verified, by step and index
         self._untrained: set[tuple[int, int]] = set()
+        self._start_step = start_step
         self._finished = dict.fromkeys(consumers, start_step)  # steps done by each rank
         self._reported = ""
 
     def joined(self, name: str, now: float) -> None:
         self._loading.pop(name, None)
         self._heard[name] = now
+        self._progress[name] = (-1, now)
 
     def heard(self, name: str, message: AnyMessage | Message, now: float) -> None:
         """A message of an admitted peer, heartbeats included."""
         self._heard[name] = now
+        if isinstance(message, Heartbeat) and message.progress != self._progress.get(name, (-1, now))[0]:
+            self._progress[name] = (message.progress, now)
         match message:
             case Want():
                 self._wants[name] += 1
@@ -123,9 +133,19 @@ class Watch:
                 self._reported = f"; it last reported {kind} of step {row.get('step', 0)}" if kind != "event" else ""
                 if kind == "step":
                     self._step(name, row["step"], now)
-            case Gone(name=gone):
-                self._loading[gone] = now
-                self._heard.pop(gone, None)
+            case Rewind(names=names, step=step):
+                for rank in names:
+                    self._lose(rank, now)
+                self._delivered.clear()
+                self._untrained.clear()
+                self._start_step = step
+                self._finished = dict.fromkeys(self._consumers, step)
+                self._reported = ""
+                self._move(now)
+            case Gone(name=gone, reaped=reaped):
+                self._lose(gone, now)
+                if not reaped:  # its name is not used again
+                    del self._loading[gone]
                 self._wants.pop(gone, None)
                 self._leases = {attempt: work for attempt, work in self._leases.items() if work.name != gone}
 
@@ -171,7 +191,31 @@ class Watch:
         ]
         return "; ".join([self._stage(gate, now), *silent])
 
+    def hung(self, gate: Gate, now: float) -> dict[str, str]:
+        """The children that get nowhere, and why each is taken to hang."""
+        found: dict[str, str] = {}
+        for name, since in self._heard.items():
+            if now - since >= self._hang_s and name in (*self._producers, *self._consumers, *self._ingest):
+                found[name] = f"it has been silent for {show_seconds(now - since)}"
+        for work in self._leases.values():
+            since = max(work.since, self._progress.get(work.name, (0, 0.0))[1])
+            if now - since >= self._hang_s:
+                found[work.name] = f"it has made no progress with {work} for {show_seconds(now - since)}"
+        # The first step may compile for long. Later, who is inside one has all that it needs.
+        for name in self._consumers:
+            done, since = self._finished[name], self._progress.get(name, (0, now))[1]
+            inside = name not in self._loading and self._start_step < done < gate.next[0]
+            if inside and now - max(since, self._moved) >= self._hang_s:
+                found[name] = f"it has been inside step {done} for {show_seconds(now - since)}"
+        return found
+
     # --- inside ---
+
+    def _lose(self, name: str, now: float) -> None:
+        """A child has ended; another will join in its place."""
+        self._loading[name] = now
+        self._heard.pop(name, None)
+        self._progress.pop(name, None)
 
     def _move(self, now: float) -> None:
         self._moved, self._due_s, self.stall = now, self._limit_s, None

@@ -65,7 +65,7 @@ def summarise(run_dir: Path, ended: bool = False) -> dict[str, Any]:
         "full_dump_bytes": plan.get("full_dump_bytes"),
         "quarantined": last_stream.get("quarantined", 0),
         "starts": sum(row["kind"] == "start" for row in lives),
-        "restarts": sum(row["what"] == "gone" for row in of_kind(rows, "event")),
+        "restarts": sum(row["what"] in ("gone", "rewind") for row in of_kind(rows, "event")),
         "export": str(export) if export.exists() else None,
     } | {key: last_stream.get(key) if alive and not prepares else None for key in LIVE_KEYS}
 

@@ -8,7 +8,7 @@ from typing import Any
 from launch.conductor import Conductor
 from launch.flops import Costs
 from protocol.job import Job
-from protocol.messages import AnyMessage, Lease, Message, Report, Want
+from protocol.messages import AnyMessage, Lease, Message, Report, Rewind, Want
 
 # Rates are means over this long: short enough to show a stall, long enough to be read.
 RATE_WINDOW_S = 30.0
@@ -42,10 +42,12 @@ class Tally:
             self._trained_flop += self._costs.step_flop(message.row["tokens"], message.row["anchors"])
         if isinstance(message, Report) and message.kind == "eval":
             self._eval = message.row
+        if isinstance(message, Rewind):
+            self._step = {"step": message.step}
 
     def event(self, row: dict[str, Any]) -> None:
         """A row of kind "event" that was written."""
-        self._restarts += row["what"] == "gone"
+        self._restarts += row["what"] in ("gone", "rewind")
         self._failed_checkpoints += row["what"] == "checkpoint failed"
 
     def state(self, conductor: Conductor, now: float) -> dict[str, Any]:

@@ -50,9 +50,7 @@ class Producer:
         room = self._outlet.room(lease)
         started = time.monotonic()
         try:
-            total, halved = fill(
-                self._target, self._taps, lease, room, self._job, lambda: self._assignments.wanted(lease)
-            )
+            total, halved = fill(self._target, self._taps, lease, room, self._job, lambda: self._goes_on(lease))
         except Unwanted:
             return nack(lease, "taken back", retryable=True)
         except torch.OutOfMemoryError as error:
@@ -70,6 +68,11 @@ class Producer:
         self._outlet.commit(lease, written_ranges(lease, self._job), ready)
         return None
 
+    def _goes_on(self, lease: Lease) -> bool:
+        """Asked before each forward pass: that is the progress by which a slow producer differs from one that hangs."""
+        self._peer.progress += 1
+        return self._assignments.wanted(lease)
+
 
 def main(run_dir: Path, index: int, ring_fd: int | None) -> None:
     """Raises RunError when the coordinator is lost."""
@@ -82,7 +85,7 @@ def main(run_dir: Path, index: int, ring_fd: int | None) -> None:
             torch.cuda.set_per_process_memory_fraction(job.producer_bytes / total_bytes, device)
     target = load_target(Path(job.target_dir), read_section(run_dir, "target", TargetConfig), device)
     greeting = hello("producer", job.producer_names[index], index, run_token(), job.schema)
-    peer = Peer(job.address, job.run_id, greeting)
+    peer = Peer(job.address, job.run_id, greeting, job.hang_s)
     outlet: Outlet
     if ring_fd is not None:
         outlet = ArenaOutlet(Arena(ring_fd, job.slots, job.slot_bytes), peer)

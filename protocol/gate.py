@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable
 from msgspec import Struct
 
 STOP = "stop"
+ABANDON = "abandon"
 
 
 class GoAhead(Struct, frozen=True):
     """All ranks may run this micro-step, after carrying out `orders`, which only a step's first micro-step has.
 
-    An order takes effect at the boundary before the step: a stop ends the run there and its micro-step is not run.
+    An order takes effect at the boundary before the step: a stop ends the run there and its micro-step is not run. Only
+    an abandoned step is stopped at a later micro-step; what was accumulated for it is dropped.
     """
 
     step: int
@@ -27,7 +29,7 @@ class VerifiedGate:
     def __init__(self, consumers: int, total_steps: int, micro_steps: Callable[[int], int], next_step: int = 0) -> None:
         self._consumers, self._total_steps, self._micro_steps = consumers, total_steps, micro_steps
         self._orders: list[str] = []
-        self._stopped = False
+        self._stopped = self._abandoned = False
         self._next = (next_step, 0)
         self._verified: dict[tuple[int, int], set[int]] = {}
         self._reached = [-1] * consumers  # the step that each rank has come to
@@ -68,6 +70,11 @@ class VerifiedGate:
         """Have these carried out at the next step boundary; an order that already waits is not doubled."""
         self._orders.extend(order for order in dict.fromkeys(orders) if order not in self._orders)
 
+    def abandon(self) -> None:
+        """Stop before the next micro-step, although that may be within a step: its blocks will not come."""
+        self._abandoned = True
+        self.order([STOP])
+
     def go(self) -> GoAhead | None:
         """The next micro-step if all its blocks are verified and all ranks are there; nothing after a stop until a
         rewind.
@@ -75,11 +82,11 @@ class VerifiedGate:
         A stop needs neither, since its micro-step is not run: it does not wait for a producer that is still loading.
         """
         step, micro_step = self._next
-        stopping = micro_step == 0 and STOP in self._orders
+        stopping = STOP in self._orders and (micro_step == 0 or self._abandoned)
         if self._stopped or self.finished or ((self.waiting_for() or self.absent()) and not stopping):
             return None
         orders: tuple[str, ...] = ()
-        if micro_step == 0:
+        if micro_step == 0 or stopping:
             orders, self._orders = tuple(self._orders), []
         self._stopped = STOP in orders
         self._verified.pop(self._next, None)

@@ -24,7 +24,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One start of a run. `width` is taps x hidden; `dtype` is that of the features in the ring; `shape` is the
     drafter's, as the consumers know it. Payload reaches the ring through shared memory ("shm") or over ZeroMQ ("zmq"),
     then by way of `payload_address`. A process may allocate `producer_bytes` or `consumer_bytes` on its GPU; 0: all
-    that is free there."""
+    that is free there. Who shows no life for `hang_s` seconds is taken to hang."""
 
     run_id: str
     incarnation: int
@@ -50,6 +50,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     producer_bytes: int
     consumer_bytes: int
     quarantine_limit: float
+    hang_s: float
 
     @property
     def producer_names(self) -> list[str]:
@@ -63,7 +64,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_job(run_dir: Path, job: Job) -> None:
-    (run_dir / "job.json").write_bytes(msgspec.json.format(msgspec.json.encode(job)))
+    """Replaces the file in one step: a child may be reading it."""
+    part = run_dir / "job.json.part"
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(job)))
+    part.rename(run_dir / "job.json")
 
 
 def read_job(run_dir: Path) -> Job:

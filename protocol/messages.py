@@ -239,14 +239,33 @@ class Snapshot(Message, frozen=True):
     state: dict[str, Any]
 
 
-class Gone(Message, frozen=True):
-    """launcher -> coordinator: the child of this name has been reaped; nothing of it writes any more."""
+class Hung(Message, frozen=True):
+    """coordinator -> launcher: this child gets nowhere. The launcher ends it; GONE or REWIND says so."""
 
     name: str
+    reason: str
+
+
+class Gone(Message, frozen=True):
+    """launcher -> coordinator: the producer of this name has been reaped and writes no more. When `reaped` is false it
+    was killed and is still there (in the kernel, with a device): what it may write to is lost for good."""
+
+    name: str
+    reaped: bool
+
+
+class Rewind(Message, frozen=True):
+    """launcher -> coordinator: these consumers, every rank, have been reaped. New ones will start from the checkpoint
+    before `step`, whose quarantine list is `quarantined` (as in QUARANTINE)."""
+
+    names: tuple[str, ...]
+    step: int
+    quarantined: dict[str, str]
 
 
 class Order(Message, frozen=True):
-    """launcher -> coordinator: "stop" (checkpoint at the next step boundary, then end) or "done" (end now)."""
+    """launcher -> coordinator: "stop" (checkpoint at the next step boundary, then end), "abandon" (the same before the
+    step that is under way, whose blocks will not come) or "done" (end now)."""
 
     order: str
 
@@ -287,7 +306,9 @@ AnyMessage = (
     | Heartbeat
     | Report
     | Snapshot
+    | Hung
     | Gone
+    | Rewind
     | Order
     | Stop
     | Error

@@ -2,7 +2,7 @@
 
 Other threads never touch the socket: they put messages into a bounded outbox and read a bounded inbox. The thread
 sends heartbeats by itself, so a long forward pass does not look like a hang, and ends loudly when the coordinator has
-said nothing for `silence_s`.
+said nothing for `silence_s` (a job's `hang_s`).
 """
 
 from __future__ import annotations

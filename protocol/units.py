@@ -1,4 +1,4 @@
-"""Sizes with units, "64GiB", and both sizes and times for people."""
+"""Sizes and times with units, "64GiB" and "5min", read and shown."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from protocol.errors import RequestError
 
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -21,6 +22,15 @@ def parse_bytes(value: int | str, key: str) -> int:
     if match is None or factor is None:
         raise RequestError(f"{key}: cannot read {value!r}; write a number with one of {', '.join(_BYTES)}")
     return int(float(match[1]) * factor)
+
+
+def parse_seconds(value: int | str, key: str) -> float:
+    """Seconds of "5min", "1.5h" or a bare number of seconds; RequestError names `key`."""
+    match = _QUANTITY.fullmatch(str(value))
+    factor = _SECONDS.get(match[2].lower() or "s") if match else None
+    if match is None or factor is None:
+        raise RequestError(f"{key}: cannot read {value!r}; write a number with one of {', '.join(_SECONDS)}")
+    return float(match[1]) * factor
 
 
 def show_bytes(count: float) -> str:

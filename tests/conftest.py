@@ -254,6 +254,7 @@ def make_job() -> Callable[..., Any]:
             "producer_bytes": 0,
             "consumer_bytes": 0,
             "quarantine_limit": 0.0,
+            "hang_s": 300.0,
             **changes,
         }
         return Job(**fields)

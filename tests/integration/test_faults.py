@@ -85,20 +85,23 @@ def test_stop_by_command_ends_like_a_signal(workspace):
     assert "not alive" in again.stderr
 
 
-def test_a_dead_consumer_fails_the_run_by_name_and_a_resume_trains_each_sample_once(workspace):
-    """B8: what lay ready for the dead one, or was trained after its last checkpoint, comes again."""
-    arguments = ("--set", "train.epochs=6", "--set", "data.eval=[]", "--set", "train.checkpoint_every=10")
-    started = workspace.start("bereft", *arguments)
-    workspace.wait_for_step("bereft", 15)
-    os.kill(workspace.pid_of("bereft", "consumer-0"), signal.SIGKILL)
-    assert started.wait(30) == 1
+def test_a_dead_consumer_starts_again_from_the_checkpoint_and_the_losses_are_the_same(workspace, calm):
+    """B8: what lay ready for the dead one, or was trained after its last checkpoint, comes again. Before the first
+    checkpoint that is everything."""
+    started = workspace.start("bereft")
+    for step in (5, 50):
+        workspace.wait_for_step("bereft", step)
+        os.kill(workspace.pid_of("bereft", "consumer-0"), signal.SIGKILL)
+        gone = workspace.pid_of("bereft", "producer-0")
+    assert started.wait(90) == 0
     said = (workspace.folder / "bereft.out").read_text()
     assert "consumer-0 was killed by SIGKILL" in said
-    assert "consumer-0.log" in said
-    assert workspace.run("bereft", "--resume", *arguments).returncode == 0
-    steps = workspace.rows("bereft", "step")
-    assert [row["step"] for row in steps] == list(range(1, len(steps) + 1))
-    assert steps[-1]["samples_trained"] == 64 * 6
+    assert "every consumer starts again from step 0" in said
+    assert "every consumer starts again from step 40" in said
+    assert workspace.losses("bereft") == calm
+    assert workspace.rows("bereft", "step")[-1]["samples_trained"] == 64 * 12
+    log = (workspace.runs / "bereft" / "log" / "coordinator.log").read_text()
+    assert log.count("producer-0 joined") == 1, gone  # the target stayed loaded
 
 
 def test_children_die_with_their_launcher(workspace):

@@ -72,7 +72,9 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Heartbeat(progress=11),
     m.Report(kind="step", row={"loss": 1.5, "accuracy": [0.5], "skipped": False}),
     m.Snapshot(state={"eta_s": None}),
-    m.Gone(name="producer-0"),
+    m.Hung(name="producer-0", reason="it has been silent for 5 min 00 s"),
+    m.Gone(name="producer-0", reaped=True),
+    m.Rewind(names=("consumer-0",), step=500, quarantined={"9": "tap 1 is all zero"}),
     m.Order(order="stop"),
     m.Stop(reason="done"),
     m.Error(text="every slot of the ring is lost"),
@@ -208,6 +210,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     bytes: st.binary(max_size=40),
     Table: st.lists(SPECS, max_size=3).map(tuple),
     tuple[int, ...]: st.lists(st.integers(0, 2**63), max_size=4).map(tuple),
+    tuple[str, ...]: st.lists(st.text(max_size=5), max_size=3).map(tuple),
     dict[str, str]: st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
     dict[str, Any]: st.dictionaries(st.text(max_size=5), JSON, max_size=3),
 }

@@ -64,15 +64,32 @@ class Peers:
         self.errors: list[str] = []
         self.stopped_at: dict[int, int] = {}
         self.wire: list[tuple[str, m.Message]] = []
-        for rank in range(consumers):
-            conductor.joined(m.Hello(role="consumer", name=f"consumer-{rank}", rank=rank, **_identity()))
-            self.wire += [(f"consumer-{rank}", m.Credit(blocks=2)), (f"consumer-{rank}", m.Reached(step=0))]
+        self.join_consumers(consumers, 0)
         for index in range(producers):
             self.join_producer(index)
 
     def join_producer(self, index: int) -> None:
         self.conductor.joined(m.Hello(role="producer", name=f"producer-{index}", rank=index, **_identity()))
         self.wire.append((f"producer-{index}", m.Want(kind="model")))
+
+    def join_consumers(self, consumers: int, step: int) -> None:
+        for rank in range(consumers):
+            self.conductor.joined(m.Hello(role="consumer", name=f"consumer-{rank}", rank=rank, **_identity()))
+            self.wire += [(f"consumer-{rank}", m.Credit(blocks=2)), (f"consumer-{rank}", m.Reached(step=step))]
+
+    def lose(self, names: tuple[str, ...]) -> None:
+        """These die: what they had sent and nobody has read goes with them, and so does what they were sent."""
+        self._collect()
+        self.wire = [(sender, message) for sender, message in self.wire if sender not in names]
+
+    def restart_consumers(self, step: int) -> None:
+        """All ranks die and come back at the checkpoint before `step`: what they trained after it is undone."""
+        names = tuple(f"consumer-{rank}" for rank in self.trained)
+        self.lose(names)
+        self.blocks.clear()
+        self.conductor.handle(LAUNCHER, m.Rewind(names=names, step=step, quarantined={}))
+        self.trained = {rank: [done for done in each if done[0] < step] for rank, each in self.trained.items()}
+        self.join_consumers(len(names), step)
 
     def step(self) -> bool:
         """Delivers one message, drawn among those that are first of their sender; False when there is none."""
@@ -150,15 +167,95 @@ def test_every_block_is_trained_once_in_order_while_producers_die(make, data, pr
     for turn in range(100_000):
         if turn in deaths:
             name = f"producer-{turn % producers}"
-            peers._collect()
-            peers.wire = [(sender, message) for sender, message in peers.wire if sender != name]
-            conductor.handle(LAUNCHER, m.Gone(name=name))
+            peers.lose((name,))
+            conductor.handle(LAUNCHER, m.Gone(name=name, reaped=True))
             peers.join_producer(turn % producers)
         if not peers.step():
             break
     for rank in range(consumers):
         assert peers.trained[rank] == expected(plan, rank)
     assert conductor.ledger.finished
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_every_block_is_trained_once_in_order_although_ranks_die_and_go_back(make, data, producers, consumers, slots):
+    conductor, plan = make(producers=producers, consumers=consumers, slots=slots)
+    peers = Peers(conductor, producers, consumers, draw=lambda n: data.draw(st.integers(0, n - 1)) if n > 1 else 0)
+    deaths = data.draw(st.lists(st.integers(0, 250), max_size=3, unique=True))
+    for turn in range(100_000):
+        if turn in deaths:
+            # A checkpoint of a step that every rank has done: the gate has passed it.
+            newest = min((each[-1][0] if each else 0) for each in peers.trained.values())
+            peers.restart_consumers(data.draw(st.integers(0, newest)))
+        if not peers.step():
+            break
+    for rank in range(consumers):
+        assert peers.trained[rank] == expected(plan, rank)
+    assert conductor.ledger.finished
+    assert not conductor._sums or deaths  # what a rewind dropped may be left behind; without one nothing is
+
+
+def test_what_lies_ready_when_a_rank_dies_is_delivered_to_the_next_one_and_not_made_again(make):
+    conductor, plan = make(slots=3)
+    peers = Peers(conductor, 1, 1)
+    while conductor.ledger.counts["ready"] < 3 or peers.wire:
+        peers.wire = [(sender, message) for sender, message in peers.wire if sender != "consumer-0"]
+        if not peers.step():
+            break
+    made = conductor.produced_tokens
+    peers.restart_consumers(0)
+    for _ in range(6):  # credit, its arrival at the step, and what it says of two blocks
+        peers.step()
+    assert conductor.produced_tokens == made
+    assert [row["what"] for kind, row in conductor.rows if kind == "event"] == ["rewind"]
+    while peers.step():
+        pass
+    assert peers.trained[0] == expected(plan, 0)
+
+
+def test_a_rewind_takes_back_what_was_quarantined_after_the_checkpoint(make):
+    conductor, plan = make()
+    peers = Peers(conductor, 2, 1, poison={3})
+    while not peers.quarantined:
+        peers.step()
+    peers.poison.clear()
+    peers.restart_consumers(0)
+    while peers.step():
+        pass
+    assert peers.trained[0] == expected(plan, 0)
+
+
+def test_an_abandoned_step_is_stopped_within_it_when_its_blocks_do_not_come(make):
+    conductor, plan = make(slots=1)
+    step = next(step for step in range(plan.total_steps) if plan.micro_steps(step) > 1)
+    peers = Peers(conductor, 1, 1)
+    while not peers.trained[0] or peers.trained[0][-1][:2] != (step, 0):
+        assert peers.step()
+    peers.lose(("producer-0",))
+    conductor.handle(LAUNCHER, m.Gone(name="producer-0", reaped=True))
+    conductor.handle(LAUNCHER, m.Order(order="stop"))
+    while peers.step():
+        pass
+    assert not peers.stopped_at  # a stop waits for the boundary
+    conductor.handle(LAUNCHER, m.Order(order="abandon"))
+    while peers.step():
+        pass
+    assert peers.stopped_at == {0: step}
+
+
+def test_slots_of_a_producer_that_does_not_end_are_lost_and_the_others_go_on(make):
+    conductor, plan = make(producers=2, slots=3)
+    peers = Peers(conductor, 2, 1)
+    while not any(lease.holder == "producer-0" for lease in conductor.ledger.live_leases):
+        peers.step()
+    peers.lose(("producer-0",))
+    conductor.handle(LAUNCHER, m.Gone(name="producer-0", reaped=False))
+    assert conductor.ledger.counts["lost"] >= 1
+    while peers.step():
+        pass
+    assert peers.trained[0] == expected(plan, 0)
+    assert "slots of the ring lost: " in next(row["text"] for kind, row in conductor.rows if kind == "event")
 
 
 @pytest.mark.parametrize("consumers", [1, 2])
@@ -250,7 +347,7 @@ def test_messages_of_an_earlier_delivery_change_nothing(make):
         ("consumer-0", m.Want(kind="model")),
         ("consumer-0", m.Ready(step=0, index=0, kind="model", attempt=1, checksum=0, busy_s=0.0, halved=0)),
         ("consumer-0", m.Nack(step=0, index=0, kind="model", attempt=1, reason="no", retryable=False)),
-        ("consumer-0", m.Gone(name="producer-0")),
+        ("consumer-0", m.Gone(name="producer-0", reaped=True)),
         ("producer-0", m.Order(order="done")),
         ("launcher", m.Credit(blocks=1)),
         ("consumer-7", m.Credit(blocks=1)),  # never joined

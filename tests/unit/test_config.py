@@ -22,6 +22,7 @@ EVERYTHING = """\
 [run]
 name = "first"
 dir = "somewhere"
+hang_after = "10min"
 [target]
 model = "org/model"
 revision = "abc"

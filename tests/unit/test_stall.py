@@ -244,7 +244,7 @@ def test_a_wait_is_shown_long_before_it_is_a_stall() -> None:
 def test_a_producer_that_died_is_loading_again_and_holds_nothing() -> None:
     run = Run()
     run.lease(0, 0, 1)
-    run.watch.heard("launcher", m.Gone(name="producer-0"), 10.0)
+    run.watch.heard("launcher", m.Gone(name="producer-0", reaped=True), 10.0)
     assert run.watch.waited_for(run.gate, 5.0 + 10.0).startswith("producer-0 to load and join, for 5 s now")
 
 
@@ -258,3 +258,80 @@ def test_a_block_that_was_poison_or_empty_is_not_counted_as_trained() -> None:
     run.watch.sent("consumer-1", empty, run.now)
     run.finish(0, 0, 1)
     assert run.watch.trained == 0
+
+
+def test_a_stopped_process_hangs_after_the_limit_and_not_before() -> None:
+    run = Run()
+    assert run.watch.hung(run.gate, 299.0) == {}
+    run.watch.heard("producer-1", m.Heartbeat(progress=0), 290.0)
+    silent = ("producer-0", "consumer-0", "consumer-1")
+    assert run.watch.hung(run.gate, 301.0) == dict.fromkeys(silent, "it has been silent for 5 min 01 s")
+
+
+def _beat(run: Run, until: float, **progress: int) -> None:
+    """Everybody beats every two seconds; who is named does so with its own count."""
+    while run.now < until:
+        run.now += 2.0
+        for name in ("producer-0", "producer-1", "consumer-0", "consumer-1"):
+            run.watch.heard(name, m.Heartbeat(progress=progress.get(name.replace("-", "_"), 0)), run.now)
+
+
+def test_a_producer_that_gets_nowhere_with_its_block_hangs_and_a_slow_one_does_not() -> None:
+    run = Run()
+    run.lease(0, 0, 1, "producer-0")
+    run.lease(0, 1, 2, "producer-1")
+    for samples in range(1, 5):  # 90 s a sample
+        _beat(run, run.now + 90.0, producer_1=samples)
+    assert run.watch.hung(run.gate, run.now) == {
+        "producer-0": "it has made no progress with step 0 block 0 for 5 min 58 s"
+    }
+
+
+def test_a_producer_without_work_does_not_hang() -> None:
+    run = Run()
+    _beat(run, 1000.0)
+    assert run.watch.hung(run.gate, run.now) == {}
+
+
+def test_ranks_hang_inside_a_step_but_not_inside_the_first() -> None:
+    run = Run()
+    run.all_verified(0)
+    assert run.gate.go() is not None
+    _beat(run, 1000.0)
+    assert run.watch.hung(run.gate, run.now) == {}
+    run.finish(0, 0, 1)
+    run.reach(1, 0, 1)
+    run.all_verified(1)
+    assert run.gate.go() is not None
+    _beat(run, run.now + 310.0, consumer_0=1, consumer_1=1)
+    assert set(run.watch.hung(run.gate, run.now)) == {"consumer-0", "consumer-1"}
+
+
+def test_a_rank_that_evaluates_for_long_does_not_hang() -> None:
+    run = Run()
+    for step in range(2):
+        run.all_verified(step)
+        assert run.gate.go() is not None
+        run.finish(step, 0, 1)
+        run.reach(step + 1, 1)
+        if step == 0:
+            run.reach(step + 1, 0)
+    _beat(run, run.now + 1000.0, consumer_0=2, consumer_1=2)
+    assert run.watch.hung(run.gate, run.now) == {}
+
+
+def test_after_a_rewind_ranks_load_again_and_owe_nothing() -> None:
+    run = Run()
+    run.all_verified(0)
+    run.watch.heard("launcher", m.Rewind(names=("consumer-0", "consumer-1"), step=0, quarantined={}), 10.0)
+    run.gate.rewind(0)
+    waited_for = run.watch.waited_for(run.gate, 20.0)
+    assert waited_for.startswith("consumer-0 and consumer-1 to load and join, for 10 s now")
+    assert run.watch.hung(run.gate, 10_000.0).keys() <= {"producer-0", "producer-1"}
+
+
+def test_a_producer_that_does_not_end_is_not_waited_for() -> None:
+    run = Run()
+    for name in ("producer-0", "producer-1"):
+        run.watch.heard("launcher", m.Gone(name=name, reaped=False), 10.0)
+    assert "load" not in run.watch.waited_for(run.gate, 20.0)
