@@ -60,6 +60,7 @@ def plain_job(**changes: Any) -> Job:
             "producer_bytes": 0,
             "consumer_bytes": 0,
             "quarantine_limit": 0.0,
+            "hang_s": 300.0,
             **changes,
         }
     )

@@ -199,12 +199,12 @@ class Watch:
                 found[name] = f"it has been silent for {show_seconds(now - since)}"
         for work in self._leases.values():
             since = max(work.since, self._progress.get(work.name, (0, 0.0))[1])
-            if now - since >= self._hang_s:
+            if work.name not in found and now - since >= self._hang_s:
                 found[work.name] = f"it has made no progress with {work} for {show_seconds(now - since)}"
         # The first step may compile for long. Later, who is inside one has all that it needs.
         for name in self._consumers:
             done, since = self._finished[name], self._progress.get(name, (0, now))[1]
-            inside = name not in self._loading and self._start_step < done < gate.next[0]
+            inside = name not in (*self._loading, *found) and self._start_step < done < gate.next[0]
             if inside and now - max(since, self._moved) >= self._hang_s:
                 found[name] = f"it has been inside step {done} for {show_seconds(now - since)}"
         return found

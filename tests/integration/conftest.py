@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+KILLPOINTS = Path(__file__).parent / "killpoints"
 CONFIG = """
 [run]
 dir = "{runs}"
@@ -127,6 +128,23 @@ def workspace(tmp_path: Path, make_folder: Callable[..., Path], make_chats: Call
 
 def _of_folder(folder: Path) -> list[tuple[int, str]]:
     return [(pid, line) for pid, line in processes() if str(folder) in line and pid != os.getpid()]
+
+
+@pytest.fixture
+def deadly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], list[str]]]:
+    """Plans deaths ("ROLE-POINT-COUNT", see killpoints/) for the runs of this test, in order; returns a function that
+    lists those still to come."""
+    folder = tmp_path / "killpoints"
+    folder.mkdir()
+    monkeypatch.setenv("KILLPOINTS", str(folder))
+    monkeypatch.setenv("PYTHONPATH", f"{KILLPOINTS}:{os.environ.get('PYTHONPATH', '')}")
+
+    def plan(*deaths: str) -> Callable[[], list[str]]:
+        for place, death in enumerate(deaths):
+            (folder / f"{place:02d}-{death}").touch()
+        return lambda: [path.name for path in folder.iterdir() if not path.name.startswith("taken.")]
+
+    return plan
 
 
 @pytest.fixture

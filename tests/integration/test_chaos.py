@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-KILLPOINTS = Path(__file__).parent / "killpoints"
 LONG = ("--set", "train.epochs=48", "--set", "train.max_steps=400", "--set", "data.eval=[]")
 DECOY = bytes(range(256)) * 64
 
@@ -34,22 +33,6 @@ def decoy():
         segment.close()
         segment.unlink()
         os.close(fd)
-
-
-@pytest.fixture
-def deadly(tmp_path, monkeypatch):
-    """Plans deaths ("ROLE-POINT-COUNT") for the runs of this test, in order; returns a list of those still to come."""
-    folder = tmp_path / "killpoints"
-    folder.mkdir()
-    monkeypatch.setenv("KILLPOINTS", str(folder))
-    monkeypatch.setenv("PYTHONPATH", f"{KILLPOINTS}:{os.environ.get('PYTHONPATH', '')}")
-
-    def plan(*deaths: str):
-        for place, death in enumerate(deaths):
-            (folder / f"{place:02d}-{death}").touch()
-        return lambda: [path.name for path in folder.iterdir() if not path.name.startswith("taken.")]
-
-    return plan
 
 
 def _trained(workspace, name: str) -> int:

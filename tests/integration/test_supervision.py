@@ -1,0 +1,61 @@
+"""Children that hang or die again and again: who is ended, what is saved, what is said."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+SHORT = ("--set", "data.eval=[]", "--set", "train.checkpoint_every=1000")
+HANG = ("--set", 'run.hang_after="8s"')
+
+
+@pytest.fixture
+def quiet(workspace):
+    assert workspace.run("quiet", *SHORT).returncode == 0
+    return workspace.losses("quiet")
+
+
+def said(workspace, name: str) -> str:
+    return (workspace.folder / f"{name}.out").read_text()
+
+
+@pytest.mark.parametrize("child", ["producer-0", pytest.param("consumer-0", marks=pytest.mark.slow)])
+def test_a_child_that_hangs_is_ended_and_replaced(workspace, quiet, child):
+    started = workspace.start("hung", *SHORT, *HANG)
+    workspace.wait_for_step("hung", 20)
+    pid = workspace.pid_of("hung", child)
+    os.kill(pid, signal.SIGSTOP)
+    assert started.wait(90) == 0, said(workspace, "hung")
+    assert f"{child} hangs (it has " in said(workspace, "hung")
+    assert f"{child} was killed by SIGKILL" in said(workspace, "hung")
+    assert workspace.losses("hung") == quiet
+
+
+def test_a_crash_loop_of_the_only_producer_ends_after_a_checkpoint_with_its_name_code_and_log(workspace, quiet, deadly):
+    """H3, C3: it is named, restarts are capped, and what was trained is saved, although no step boundary comes."""
+    deadly("producer-mid_fill-40", *["producer-mid_fill-1"] * 5)
+    started = workspace.start("looping", *SHORT)
+    assert started.wait(90) == 1
+    text = said(workspace, "looping")
+    assert text.count("starting it again") in (3, 4)  # the ring lasted for some steps after the first
+    assert "producer-0 was killed by SIGKILL" in text.splitlines()[-2] + text.splitlines()[-1]
+    (end,) = workspace.rows("looping", "end")
+    assert end["state"] == "failed"
+    trained = len(workspace.losses("looping"))
+    assert 0 < trained < len(quiet)
+    assert (workspace.runs / "looping" / "checkpoints" / f"step-{trained:06d}").exists()
+    for death in (workspace.folder / "killpoints").iterdir():
+        death.unlink()
+    assert workspace.run("looping", "--resume", *SHORT).returncode == 0
+    assert workspace.losses("looping") == quiet
+
+
+@pytest.mark.slow
+def test_a_crash_loop_of_a_consumer_ends_with_the_tail_of_its_log(workspace, deadly):
+    deadly(*["consumer-before_verified-3"] * 4)
+    started = workspace.start("looping", *SHORT)
+    assert started.wait(90) == 1
+    assert said(workspace, "looping").count("every consumer starts again from step 0") == 3
+    assert "consumer-0 was killed by SIGKILL" in said(workspace, "looping").splitlines()[-1]
