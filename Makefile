@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint bench chaos clean
+.PHONY: install demo test lint bench chaos slow clean
 
 install: $(STAMP)
 
@@ -35,11 +35,15 @@ bench: install
 	$(BIN)/python benchmarks/drafter_step.py
 	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/transport.py
+	$(BIN)/python benchmarks/recovery.py
 
-# The tests that `make test` leaves out, then the fault tests, three times over.
+# Ten minutes of random signals to the processes of real runs; CHAOS_S and CHAOS_SEED say how long and which.
 chaos: install
-	$(BIN)/python -m pytest -m slow
-	for round in 1 2 3; do $(BIN)/python -m pytest tests/integration/test_faults.py || exit 1; done
+	$(BIN)/python -m pytest -m slow -k long_storm
+
+# The tests that `make test` leaves out: more of the same, by other transports and with more processes.
+slow: install
+	$(BIN)/python -m pytest -m slow -k "not long_storm"
 
 clean:
 	rm -rf $(VENV) runs

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 LONG = ("--set", "train.epochs=48", "--set", "train.max_steps=400", "--set", "data.eval=[]")
+STORM_S = float(os.environ.get("CHAOS_S", "600"))
+SEED = int(os.environ.get("CHAOS_SEED", "1"))
 DECOY = bytes(range(256)) * 64
 
 
@@ -154,3 +156,39 @@ def test_a_short_storm_changes_nothing(workspace, decoy):
     assert storm.rage(children, 30) == 0, (storm.struck, (workspace.folder / "storm.out").read_text())
     _check(workspace, "storm", "quiet")
     assert sum(storm.struck.values()) >= 3, storm.struck
+
+
+# What a long storm goes through again and again: how payload travels, how many of each, and who is struck how often.
+WEATHER = (
+    ("shm", "2:1", {"producer-0": 4, "producer-1": 4, "consumer-0": 2, "coordinator": 1, "launcher": 1}),
+    ("zmq", "2:1", {"producer-0": 4, "producer-1": 4, "consumer-0": 2, "coordinator": 1, "launcher": 1}),
+    ("shm", "2:2", {"producer-0": 3, "producer-1": 3, "consumer-0": 1, "consumer-1": 1, "launcher": 1}),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(STORM_S + 600)
+def test_a_long_storm_changes_nothing(workspace, decoy, capsys):
+    """CHAOS_S seconds of it (ten minutes) from the seed CHAOS_SEED; `make chaos` prints what it did."""
+    assert workspace.run("quiet", *LONG).returncode == 0
+    quiet = workspace.losses("quiet")
+    struck: Counter[str] = Counter()
+    steps = launches = rounds = 0
+    begun = time.monotonic()
+    while (left_s := STORM_S - (time.monotonic() - begun)) > 0:
+        transport, split, children = WEATHER[rounds % len(WEATHER)]
+        name = f"storm-{rounds}"
+        settings = ("--set", f'ring.transport="{transport}"', "--set", f'gpus.split="{split}"')
+        storm = Storm(workspace, name, SEED + rounds, *LONG, *settings)
+        code = storm.rage(children, left_s)
+        assert code == 0, (SEED + rounds, storm.struck, (workspace.folder / f"{name}.out").read_text())
+        if split.endswith(":1"):
+            _check(workspace, name, "quiet")
+        else:
+            _near(workspace.losses(name), quiet)
+            assert _trained(workspace, name) == _trained(workspace, "quiet")
+        rounds, struck, launches = rounds + 1, struck + storm.struck, launches + storm.launches
+        steps += len(quiet)
+    with capsys.disabled():
+        minutes = (time.monotonic() - begun) / 60
+        print(f"\n{minutes:.1f} min, seed {SEED}: {rounds} runs, {steps} steps, {launches} starts; {dict(struck)}")
