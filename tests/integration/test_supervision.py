@@ -11,10 +11,16 @@ SHORT = ("--set", "data.eval=[]", "--set", "train.checkpoint_every=1000")
 HANG = ("--set", 'run.hang_after="8s"')
 
 
+QUIET: list[tuple[int, float]] = []  # losses of an undisturbed run: the same whoever asks
+
+
 @pytest.fixture
-def quiet(workspace):
-    assert workspace.run("quiet", *SHORT).returncode == 0
-    return workspace.losses("quiet")
+def quiet(workspace) -> list[tuple[int, float]]:
+    if not QUIET:
+        assert workspace.run("quiet", *SHORT).returncode == 0
+        QUIET.extend(workspace.losses("quiet"))
+        assert len(QUIET) > 100
+    return QUIET
 
 
 def said(workspace, name: str) -> str:
@@ -59,3 +65,22 @@ def test_a_crash_loop_of_a_consumer_ends_with_the_tail_of_its_log(workspace, dea
     assert started.wait(90) == 1
     assert said(workspace, "looping").count("every consumer starts again from step 0") == 3
     assert "consumer-0 was killed by SIGKILL" in said(workspace, "looping").splitlines()[-1]
+
+
+@pytest.mark.timeout(240)
+def test_schedulers_signals_end_at_a_checkpoint_and_the_folder_is_refused_while_the_run_lives(workspace, quiet):
+    """C1: closing the terminal is HUP; a scheduler that wants its node back sends USR1 (or TERM, as `stop` does)."""
+    started = workspace.start("asked", *SHORT)
+    for number in (signal.SIGHUP, signal.SIGUSR1):
+        trained = len(workspace.losses("asked"))
+        workspace.wait_for_step("asked", trained + 15)
+        if number == signal.SIGHUP:
+            second = workspace.run("asked", "--resume", *SHORT)
+            assert (second.returncode, "this run is alive" in second.stderr) == (2, True)
+        started.send_signal(number)
+        assert started.wait(30) == 75, said(workspace, "asked")
+        newest = max((workspace.runs / "asked" / "checkpoints").glob("step-*")).name
+        assert newest == f"step-{len(workspace.losses('asked')):06d}"
+        started = workspace.start("asked", "--resume", *SHORT)
+    assert started.wait(60) == 0
+    assert workspace.losses("asked") == quiet
