@@ -129,8 +129,9 @@ class Conductor:
                 self.gate.reached(step, self._ranks[name])
             case Report(kind=kind, row=row):
                 self.rows.append((kind, row))
-            case Checkpointed(next_step=step):
-                self.rows.append(("event", {"what": "checkpoint", "text": f"checkpoint at step {step}", "step": step}))
+            case Checkpointed(next_step=step, stall_s=stall_s, write_s=write_s):
+                row = {"what": "checkpoint", "text": f"checkpoint at step {step}", "step": step}
+                self.rows.append(("event", row | {"stall_s": stall_s, "write_s": write_s}))
             case Gone(name=gone):
                 self._gone(gone)
             case Order(order=order):
@@ -269,5 +270,6 @@ class Conductor:
             slot=-1 if delivery.slot is None else delivery.slot,
             table=table,
             samples=delivery.samples,
+            writers=tuple(part.attempt for part in delivery.parts),
             checksum=sum(self._sums.pop(part.attempt) for part in delivery.parts) % 2**64,
         )
