@@ -35,6 +35,7 @@ bench: install
 	$(BIN)/python benchmarks/drafter_step.py
 	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/transport.py
+	$(BIN)/python benchmarks/checkpoint_stall.py
 
 # The tests that `make test` leaves out, then the fault tests, three times over.
 chaos: install

@@ -44,6 +44,31 @@ max_new_tokens = 12
 """
 
 
+# Imported by every Python process: code that is run in a module's namespace when that module has been imported.
+SITE = """
+import importlib.util, sys
+
+CODE = {code!r}
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name not in CODE:
+            return None
+        code = CODE.pop(name)
+        spec = importlib.util.find_spec(name)
+        real = spec.loader.exec_module
+
+        def exec_module(module):
+            real(module)
+            exec(code, vars(module))
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
 class Workspace:
     """Runs `draftwire` in a folder of its own, always with a deadline."""
 
@@ -127,6 +152,20 @@ def workspace(tmp_path: Path, make_folder: Callable[..., Path], make_chats: Call
 
 def _of_folder(folder: Path) -> list[tuple[int, str]]:
     return [(pid, line) for pid, line in processes() if str(folder) in line and pid != os.getpid()]
+
+
+@pytest.fixture
+def patch_children(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes every process that is started from now on run code at the end of a module's import."""
+    folder = workspace.folder / "patched"
+    before = os.environ.get("PYTHONPATH", "")
+
+    def patch(code: dict[str, str]) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(SITE.format(code=code))
+        monkeypatch.setenv("PYTHONPATH", f"{folder}:{before}" if code else before)
+
+    return patch
 
 
 @pytest.fixture
