@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from consumer.bounds import DEPTH
-from consumer.verify import unsound_samples
+from consumer.verify import Rows, differing_tensor, unsound_samples
 from protocol.arena import Arena
 from protocol.block import checksum, views
 from protocol.errors import ProtocolError, RunError
@@ -54,12 +54,21 @@ class Poison:
 
 
 class Feed:
-    """`next` yields blocks in order; `quarantined` is what the coordinator has taken out so far."""
+    """`next` yields blocks in order; `quarantined` is what the coordinator has taken out so far. `rows` is the dataset
+    that blocks are compared with, if there is one."""
 
-    def __init__(self, peer: Peer, arena: Arena, device: torch.device, taps: int, depth: int = DEPTH) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        arena: Arena,
+        device: torch.device,
+        taps: int,
+        depth: int = DEPTH,
+        rows: Rows | None = None,
+    ) -> None:
         self.quarantined: dict[str, str] = {}
         self.waited_s = 0.0
-        self._peer, self._arena, self._device, self._taps = peer, arena, device, taps
+        self._peer, self._arena, self._device, self._taps, self._rows = peer, arena, device, taps, rows
         self._blocks: dict[tuple[int, int], DeviceBlock] = {}
         self._orders: queue.Queue[Go | Stop] = queue.Queue()
         self._failure: BaseException | None = None
@@ -163,6 +172,10 @@ class Feed:
             return Poison(f"the features do not add up: {summed:016x}, announced {message.checksum:016x}")
         if tuple(block.samples.tolist()) != message.samples:
             return Poison("the slot holds other samples than announced")
+        if self._rows is not None:
+            small = (block.token_ids, block.loss_mask, block.offsets)
+            if name := differing_tensor(self._rows, message.samples, *small):
+                return Poison(f"{name} in the slot are not the dataset's")
         unsound = unsound_samples(on_device, block.token_ids, block.offsets, self._taps)
         if not unsound:
             return block

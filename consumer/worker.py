@@ -101,7 +101,7 @@ class Rank:
         self.checkpointer = self._make_checkpointer()
         self.peer = Peer(self.job.address, self.job.run_id, self._hello())
         arena = Arena(ring_fd, self.job.slots, self.job.slot_bytes)
-        self.feed = Feed(self.peer, arena, self.device, len(self.job.taps))
+        self.feed = Feed(self.peer, arena, self.device, len(self.job.taps), rows=self.dataset)
         self.feed.quarantined = dict(self.job.quarantined)
 
     def run(self) -> int:

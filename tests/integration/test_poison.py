@@ -4,9 +4,14 @@ what stays is quarantined by sample."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from protocol.dataset import TokenDataset
+from protocol.job import read_job
+from protocol.plan import Plan
 
 SHORT = ("data.eval=[]", "train.epochs=1", "train.quarantine_limit=0.05")
 
@@ -15,7 +20,7 @@ FILL = """
 import json, os
 _fill, _poison, _tries = fill, json.loads(os.environ["POISON"]), {}
 
-def _spoil(how, rows, slot):
+def _spoil(how, rows, tokens, slot):
     if how == "nan":
         rows[1, 3] = np.nan
     elif how == "infinite":
@@ -26,6 +31,8 @@ def _spoil(how, rows, slot):
         rows[:] = rows[0]
     elif how == "flipped":
         rows.view(np.uint8)[0, 5] ^= 4
+    elif how == "token":
+        tokens.view(np.uint8)[0] ^= 1
     elif how == "overrun":
         end = np.frombuffer(slot, np.uint8).ctypes.data - np.frombuffer(slot.obj, np.uint8).ctypes.data + len(slot)
         memoryview(slot.obj)[end : end + 2] = b"\\x80\\x3f"
@@ -38,7 +45,8 @@ def fill(target, taps, lease, slot, job, wanted=lambda: True):
         how, tries = _poison.get(str(sample), ("", 0))
         _tries[sample] = _tries.get(sample, 0) + 1
         if _tries[sample] <= tries:
-            _spoil(how, tensors["features"][offsets[at] : offsets[at + 1]], slot)
+            rows = slice(offsets[at], offsets[at + 1])
+            _spoil(how, tensors["features"][rows], tensors["token_ids"][rows], slot)
             if how != "flipped":  # it is summed as it is sent; a bit flips afterwards
                 total = checksum(tensors["features"])
     return total, halved
@@ -55,27 +63,28 @@ def end(self, index, attempt):
 
 Arena.end = end
 """
-ONCE = {
-    "3": ("nan", 1),
-    "14": ("infinite", 1),
-    "21": ("zero", 1),
-    "33": ("repeated", 1),
-    "45": ("flipped", 1),
-    "58": ("overrun", 1),
+# What is done to a sample, and what is said of its block.
+REASONS = {
+    "nan": "sample {sample}: tap 0 is not finite",
+    "infinite": "sample {sample}: tap 0 is not finite",
+    "zero": "sample {sample}: tap 0 is all zero",
+    "repeated": "sample {sample}: tap 0 is one row repeated",
+    "flipped": "the features do not add up",
+    "token": "token_ids in the slot are not the dataset's",
+    "overrun": "the canary behind slot",
 }
-REASONS = (
-    "sample 3: tap 0 is not finite",
-    "sample 14: tap",
-    "sample 21: tap 0 is all zero",
-    "sample 33: tap 0 is one row repeated",
-    "the features do not add up",
-    "the canary behind slot",
-    "was written by attempt",
-)
 
 
 def settings(*more: str) -> list[str]:
     return [word for setting in (*SHORT, *more) for word in ("--set", setting)]
+
+
+def one_a_block(workspace: Any, name: str) -> list[int]:
+    """The first sample of every block of a run, in order."""
+    job = read_job(workspace.runs / name)
+    dataset = TokenDataset.open(Path(job.dataset_dir))
+    plan = Plan(dataset.lengths, dataset.eligible, job.plan, dataset.fingerprint)
+    return [block.samples[0] for step in range(plan.total_steps) for block in plan.blocks(step)]
 
 
 def texts(workspace: Any, name: str, what: str) -> list[str]:
@@ -90,12 +99,14 @@ def test_poison_that_passes_leaves_no_trace_and_poison_that_stays_is_quarantined
     calm = workspace.losses("calm")
 
     patch_children({"producer.fill": FILL, "protocol.arena": ARENA})
-    monkeypatch.setenv("POISON", json.dumps(ONCE))
+    spoiled = dict(zip(REASONS, one_a_block(workspace, "calm")[4:], strict=False))  # the third block has its own
+    monkeypatch.setenv("POISON", json.dumps({sample: (how, 1) for how, sample in spoiled.items()}))
     passing = workspace.run("passing", *settings())
     assert passing.returncode == 0, passing.stderr
     bad = texts(workspace, "passing", "bad")
-    assert [reason for reason in REASONS if not any(reason in text for text in bad)] == [], bad
-    assert len(bad) == len(REASONS)  # each block once: no retry is bad again, and nothing else is
+    reasons = [REASONS[how].format(sample=sample) for how, sample in spoiled.items()] + ["was written by attempt"]
+    assert [reason for reason in reasons if not any(reason in text for text in bad)] == [], bad
+    assert len(bad) == len(reasons) == 8  # each block once: no retry is bad again, and nothing else is
     assert workspace.losses("passing") == calm
     assert workspace.rows("passing", "step")[-1]["samples_trained"] == 64
 
@@ -120,10 +131,12 @@ def test_over_zeromq_passing_poison_leaves_no_trace_either(
     workspace: Any, patch_children: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert workspace.run("calm", *settings()).returncode == 0
-    once = {sample: how for sample, how in ONCE.items() if how[0] not in ("overrun", "flipped")}
+    hows = ("nan", "infinite", "zero", "repeated", "flipped", "token")
+    spoiled = dict(zip(hows, one_a_block(workspace, "calm"), strict=False))
     patch_children({"producer.fill": FILL})
-    monkeypatch.setenv("POISON", json.dumps(once))
+    monkeypatch.setenv("POISON", json.dumps({sample: (how, 1) for how, sample in spoiled.items()}))
     passing = workspace.run("passing", *settings("ring.transport=zmq", "gpus.split=2:1"))
     assert passing.returncode == 0, passing.stderr
-    assert len(texts(workspace, "passing", "bad")) >= len(once)
+    bad = texts(workspace, "passing", "bad")
+    assert all(any(REASONS[how].format(sample=sample) in text for text in bad) for how, sample in spoiled.items()), bad
     assert workspace.losses("passing") == workspace.losses("calm")

@@ -67,7 +67,7 @@ def write_checkpoint(folder, snapshot):
 def test_a_slow_disk_that_then_is_full_stops_no_step_and_keeps_the_last_good_checkpoint(
     workspace: Any, patch_children: Any
 ) -> None:
-    """K1: the first of a checkpoint a step is written during all other steps; there is no room for the last one."""
+    """The first of a checkpoint a step is written during all other steps; there is no room for the last one."""
     settings = ("data.eval=[]", "train.epochs=1", "train.checkpoint_every=1")
     arguments = [word for setting in settings for word in ("--set", setting)]
     patch_children({"consumer.saver": DISK})
