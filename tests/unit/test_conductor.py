@@ -118,6 +118,9 @@ class Peers:
 
     def _deliver(self, name: str, message: m.Deliver) -> None:
         key = {"step": message.step, "index": message.index, "attempt": message.attempt}
+        # The producers here announce their attempt as the sum; an empty block has no writer.
+        assert sum(message.writers) == message.checksum
+        assert bool(message.writers) == (message.slot >= 0)
         culprits = tuple(self.poison & set(message.samples))
         if culprits:
             self.wire.append((name, m.Bad(**key, samples=culprits, reason="not finite")))
