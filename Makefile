@@ -36,6 +36,7 @@ bench: install
 	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/transport.py
 	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/checkpoint_stall.py
 
 # Ten minutes of random signals to the processes of real runs; CHAOS_S and CHAOS_SEED say how long and which.
 chaos: install

@@ -109,6 +109,7 @@ class Stage:
             slot=self._slots[attempt],
             table=self._table,
             samples=tuple(range(SAMPLES_PER_BLOCK)),
+            writers=(attempt,),
             checksum=0,
         )
         self._send("consumer-0", deliver)

@@ -21,12 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from consumer.checkpoints import FileFacts, Manifest, crc32, point, problem_of, read_shape
 from consumer.shape import DrafterShape
+from consumer.state import served_weights
 from consumer.zlab import config_json
 from protocol.cursor import Cursor, encode_cursor
 from protocol.errors import RequestError
@@ -35,12 +37,12 @@ from protocol.files import open_to_others
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a checkpoint holds. `weights` are in the compute dtype, `state` holds the fp32 tensors, `best` is
-    the highest acceptance length that the run has measured so far (0 before the first), `target` the fingerprint of the
-    target that it is trained for."""
+    """Everything that a checkpoint holds. `state` holds the fp32 tensors, from which the weights in the compute dtype
+    `dtype` follow, `best` is the highest acceptance length that the run has measured so far (0 before the first),
+    `target` the fingerprint of the target that it is trained for."""
 
     shape: DrafterShape
-    weights: Mapping[str, Tensor]
+    dtype: torch.dtype
     state: Mapping[str, Tensor]
     cursor: Cursor
     target: str
@@ -55,7 +57,8 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     try:
-        save_file(dict(snapshot.weights), part / "drafter.safetensors", metadata={"format": "pt"})
+        weights = served_weights(snapshot.state, snapshot.dtype)
+        save_file(weights, part / "drafter.safetensors", metadata={"format": "pt"})
         save_file(dict(snapshot.state), part / "state.safetensors")
         for path in part.iterdir():
             open_to_others(path)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from consumer.bounds import DEPTH
-from consumer.verify import unsound_samples
+from consumer.verify import Rows, differing_tensor, unsound_samples
 from protocol.arena import Arena
 from protocol.block import checksum, views
 from protocol.errors import ProtocolError, RunError
@@ -45,13 +45,30 @@ class DeviceBlock:
     features: torch.Tensor
 
 
-class Feed:
-    """`next` yields blocks in order; `quarantined` is what the coordinator has taken out so far."""
+@dataclass(frozen=True)
+class Poison:
+    """Why a block must not be trained on, and the samples to blame if they are known."""
 
-    def __init__(self, peer: Peer, arena: Arena, device: torch.device, taps: int, depth: int = DEPTH) -> None:
+    reason: str
+    samples: tuple[int, ...] = ()
+
+
+class Feed:
+    """`next` yields blocks in order; `quarantined` is what the coordinator has taken out so far. `rows` is the dataset
+    that blocks are compared with, if there is one."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        arena: Arena,
+        device: torch.device,
+        taps: int,
+        depth: int = DEPTH,
+        rows: Rows | None = None,
+    ) -> None:
         self.quarantined: dict[str, str] = {}
         self.waited_s = 0.0
-        self._peer, self._arena, self._device, self._taps = peer, arena, device, taps
+        self._peer, self._arena, self._device, self._taps, self._rows = peer, arena, device, taps, rows
         self._blocks: dict[tuple[int, int], DeviceBlock] = {}
         self._orders: queue.Queue[Go | Stop] = queue.Queue()
         self._failure: BaseException | None = None
@@ -109,17 +126,29 @@ class Feed:
 
     def _receive(self, message: Deliver) -> None:
         key = {"step": message.step, "index": message.index, "attempt": message.attempt}
-        block, problem, culprits = self._copy_out(message)
-        if problem:
-            self._peer.send(Bad(**key, samples=culprits, reason=problem))
+        found = self._sound_block(message)
+        if isinstance(found, Poison):
+            self._peer.send(Bad(**key, samples=found.samples, reason=found.reason))
             self._peer.send(Credit(blocks=1))
             return
-        self._blocks[message.step, message.micro_step] = block
+        self._blocks[message.step, message.micro_step] = found
         self._peer.send(Verified(**key))
         self._peer.send(Release(**key))
 
-    def _copy_out(self, message: Deliver) -> tuple[DeviceBlock, str, tuple[int, ...]]:
-        """The block on the device, what is wrong with it ("" when sound), and the samples to blame if known."""
+    def _sound_block(self, message: Deliver) -> DeviceBlock | Poison:
+        """The block on the device, if its slot's marks are whole before it is copied out and still are afterwards."""
+        if problem := self._marks(message):
+            return Poison(problem)
+        found = self._copy_out(message)
+        problem = self._marks(message)
+        return Poison(problem) if problem else found
+
+    def _marks(self, message: Deliver) -> str:
+        """What the marks of the block's slot say against it."""
+        return self._arena.problem(message.slot, message.writers) if message.slot >= 0 else ""
+
+    def _copy_out(self, message: Deliver) -> DeviceBlock | Poison:
+        """The block on the device, or what is wrong with its content."""
         slot = self._arena.slot(message.slot) if message.slot >= 0 else memoryview(bytes(64))
         tensors = views(slot, message.table)
         # Summed after it was copied: what is trained on is what was summed, whoever might still write to the slot.
@@ -140,10 +169,15 @@ class Feed:
             features=on_device,
         )
         if summed != message.checksum:
-            return block, f"the features do not add up: {summed:016x}, announced {message.checksum:016x}", ()
+            return Poison(f"the features do not add up: {summed:016x}, announced {message.checksum:016x}")
         if tuple(block.samples.tolist()) != message.samples:
-            return block, "the slot holds other samples than announced", ()
+            return Poison("the slot holds other samples than announced")
+        if self._rows is not None:
+            small = (block.token_ids, block.loss_mask, block.offsets)
+            if name := differing_tensor(self._rows, message.samples, *small):
+                return Poison(f"{name} in the slot are not the dataset's")
         unsound = unsound_samples(on_device, block.token_ids, block.offsets, self._taps)
+        if not unsound:
+            return block
         named = tuple(message.samples[position] for position in unsound)
-        first = next(iter(unsound.items()), None)
-        return block, f"sample {named[0]}: {first[1]}" if first else "", named
+        return Poison(f"sample {named[0]}: {next(iter(unsound.values()))}", named)

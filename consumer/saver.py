@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -9,12 +10,15 @@ from pathlib import Path
 from consumer.checkpoint import Snapshot, write_checkpoint
 from consumer.checkpoints import point, prune
 
+# `next_step` of a checkpoint that can be resumed from, seconds that the step loop lost, seconds that writing took.
+Durable = Callable[[int, float, float], None]
+
 
 class Saver:
-    """Writes one snapshot at a time. `durable(next_step)` is called once a checkpoint can be resumed from, `failed`
-    with the reason when it could not be written; earlier ones are then still there."""
+    """Writes one snapshot at a time. `durable` is called once a checkpoint can be resumed from, `failed` with the
+    reason when it could not be written; earlier ones are then still there."""
 
-    def __init__(self, folder: Path, keep: int, durable: Callable[[int], None], failed: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, keep: int, durable: Durable, failed: Callable[[str], None]) -> None:
         self.last_error: str | None = None
         self._folder, self._keep = folder, keep
         self._durable, self._failed = durable, failed
@@ -22,10 +26,15 @@ class Saver:
         self._writer = ThreadPoolExecutor(1, "saver")
         self._writing: Future[None] | None = None
 
-    def submit(self, snapshot: Snapshot, best: bool) -> None:
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot is being written, and its memory is in use."""
+        return self._writing is not None and not self._writing.done()
+
+    def submit(self, snapshot: Snapshot, best: bool, stall_s: float = 0.0) -> None:
         """Starts writing; waits first for the one before, so that at most one snapshot is held in memory."""
         self.wait()
-        self._writing = self._writer.submit(self._write, snapshot, best)
+        self._writing = self._writer.submit(self._write, snapshot, best, stall_s)
 
     def wait(self) -> None:
         """Returns when nothing is being written. Raises what ended the writing, unless it was an OSError: a disk may
@@ -34,7 +43,8 @@ class Saver:
         if writing is not None:
             writing.result()
 
-    def _write(self, snapshot: Snapshot, best: bool) -> None:
+    def _write(self, snapshot: Snapshot, best: bool, stall_s: float) -> None:
+        started = time.monotonic()
         try:
             written = write_checkpoint(self._folder, snapshot)
             self._written.add(written)
@@ -48,4 +58,4 @@ class Saver:
                 raise
         else:
             self.last_error = None
-            self._durable(snapshot.cursor.next_step)
+            self._durable(snapshot.cursor.next_step, stall_s, time.monotonic() - started)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from consumer.drafter import Drafter
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 MASTER = "master."  # begins the names of the fp32 weights
 
 
@@ -21,19 +21,27 @@ def capture_weights(drafter: Drafter) -> dict[str, Tensor]:
     }
 
 
-def capture_state(drafter: Drafter, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """A copy on the host of everything that the next step depends on."""
+def served_weights(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """What `capture_weights` took of the drafter that `state` was taken of, in its compute dtype, bit for bit. In fp32
+    these are the masters themselves."""
+    masters = ((name, tensor) for name, tensor in state.items() if name.startswith(MASTER))
+    return {name.removeprefix(MASTER): tensor.to("cpu", dtype) for name, tensor in masters}
+
+
+def live_state(drafter: Drafter, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Everything that the next step depends on: the tensors themselves, on their device, not copies. Moments are there
+    from the first step on."""
     state: dict[str, Tensor] = {}
     for name, parameter in drafter.named_parameters():
-        state[f"{MASTER}{name}"] = parameter.detach().to("cpu", copy=True)
-        for moment in _MOMENTS:
+        state[f"{MASTER}{name}"] = parameter.detach()
+        for moment in MOMENTS:
             if parameter in optimiser.state:
-                state[f"{moment}.{name}"] = optimiser.state[parameter][moment].detach().to("cpu", copy=True)
+                state[f"{moment}.{name}"] = optimiser.state[parameter][moment].detach()
     return state
 
 
 def restore_state(drafter: Drafter, optimiser: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
-    """Puts back what `capture_state` took; dtypes are those that were saved."""
+    """Puts back what `live_state` named; dtypes are those that were saved."""
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             parameter.copy_(state[f"{MASTER}{name}"])
@@ -41,5 +49,5 @@ def restore_state(drafter: Drafter, optimiser: torch.optim.Optimizer, state: Map
                 optimiser.state[parameter] = {
                     # AdamW keeps its counter as an fp32 tensor beside the moments when fused.
                     moment: state[f"{moment}.{name}"].to(parameter.device, copy=True)
-                    for moment in _MOMENTS
+                    for moment in MOMENTS
                 }

@@ -1,4 +1,5 @@
-"""What a block must be before anything is trained on it: finite, not all zero, not one row repeated, per tap.
+"""What a block must be before anything is trained on it: of the rows that were asked for, and per tap finite, not all
+zero, not one row repeated.
 
 These are what broken extraction looks like from outside; a loss curve shows none of them.
 """
@@ -6,10 +7,39 @@ These are what broken extraction looks like from outside; a loss curve shows non
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+
+class Rows(Protocol):
+    """What is asked of the token dataset."""
+
+    def tokens(self, sample: int) -> NDArray[np.int32]: ...
+
+    def mask(self, sample: int) -> NDArray[np.uint8]: ...
+
+
+def differing_tensor(
+    rows: Rows,
+    samples: Sequence[int],
+    token_ids: NDArray[np.int32],
+    loss_mask: NDArray[np.uint8],
+    offsets: NDArray[np.int32],
+) -> str:
+    """The name of a tensor, `token_ids` `[T]`, `loss_mask` `[T]` or `offsets` `[n + 1]`, that is not what the dataset
+    has for these `n` samples; "" when all are. The producer's sum is of the features alone."""
+    tokens = [rows.tokens(sample) for sample in samples]
+    if offsets.tolist() != np.cumsum([0, *map(len, tokens)]).tolist():
+        return "offsets"
+    # One array more, so that there is one for an empty block.
+    if not np.array_equal(token_ids, np.concatenate([*tokens, token_ids[:0]])):
+        return "token_ids"
+    if not np.array_equal(loss_mask, np.concatenate([*map(rows.mask, samples), loss_mask[:0]])):
+        return "loss_mask"
+    return ""
 
 
 def unsound_samples(

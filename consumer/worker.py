@@ -16,7 +16,8 @@ import torch
 
 from consumer.acceptance import EvalRows, load_eval_rows, measure
 from consumer.baselines import baseline_acceptance, fit
-from consumer.checkpoint import Snapshot, read_state
+from consumer.checkpoint import read_state
+from consumer.checkpointer import Checkpointer
 from consumer.checkpoints import read_cursor, read_manifest
 from consumer.config import DrafterConfig, EvalConfig, TrainConfig
 from consumer.drafter import Drafter, initialise, load
@@ -26,7 +27,7 @@ from consumer.feed import Feed
 from consumer.reduce import join_ranks, leave_ranks
 from consumer.saver import Saver
 from consumer.shape import DrafterShape
-from consumer.state import capture_state, capture_weights, restore_state
+from consumer.state import capture_weights, restore_state
 from consumer.target_ends import TargetEnds, read_target_ends
 from consumer.target_init import copy_target_layers
 from consumer.trainer import Trainer
@@ -57,6 +58,12 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
+def postponement(step: int) -> dict[str, Any]:
+    """The row for a checkpoint that is not taken at its step."""
+    text = f"checkpoint at step {step} is postponed: the one before is still being written"
+    return {"what": "checkpoint postponed", "text": text, "step": step}
+
+
 class _HeldOut(msgspec.Struct):
     """Of [data], the one thing that a consumer asks: whether there are prompts to evaluate on."""
 
@@ -82,20 +89,20 @@ class Rank:
         self.drafter = Drafter(self.shape, compute_dtype(self.config.precision, self.device)).to(self.device)
         self.trainer = Trainer(self.drafter, self.ends.embedding, self.ends.head, self.config, self.plan.total_steps)
         self.samples_trained = self.tokens_trained = 0
-        self.saved_step = self.job.start_step if self.job.checkpoint is not None else -1
         self.best = 0.0
         self.last: float | None = None
         self._start_from()
-        self.peer = Peer(self.job.address, self.job.run_id, self._hello(), self.job.hang_s)
-        arena = Arena(ring_fd, self.job.slots, self.job.slot_bytes)
-        self.feed = Feed(self.peer, arena, self.device, len(self.job.taps))
-        self.feed.quarantined = dict(self.job.quarantined)
         self.saver = Saver(
             run_dir / "checkpoints",
             self.config.keep_checkpoints,
-            durable=lambda step: self.peer.send(Checkpointed(next_step=step)),
+            durable=self._say_durable,
             failed=lambda reason: self.report("event", {"what": "checkpoint failed", "text": reason}),
         )
+        self.checkpointer = self._make_checkpointer()
+        self.peer = Peer(self.job.address, self.job.run_id, self._hello(), self.job.hang_s)
+        arena = Arena(ring_fd, self.job.slots, self.job.slot_bytes)
+        self.feed = Feed(self.peer, arena, self.device, len(self.job.taps), rows=self.dataset)
+        self.feed.quarantined = dict(self.job.quarantined)
 
     def run(self) -> int:
         """Trains to the end of the plan or to a stop; returns the exit code."""
@@ -158,25 +165,26 @@ class Rank:
 
     def _has_work_at(self, step: int) -> bool:
         """Whether this rank evaluates or saves at the boundary before `step`: only the first does."""
-        return self.rank == 0 and (self._evaluates_at(step) or step % self.config.checkpoint_every == 0)
+        return self.checkpointer is not None and (self._evaluates_at(step) or self.checkpointer.due(step))
 
     def _at_boundary(self, step: int) -> None:
-        last = step == self.plan.total_steps
         improved = self._evaluates_at(step) and self._evaluate(step)
-        if last or improved or step % self.config.checkpoint_every == 0:
+        if improved or step == self.plan.total_steps:
             self._checkpoint(step, improved)
+        elif self.checkpointer is not None and self.checkpointer.due(step):
+            self.checkpointer.scheduled(step, self._cursor(step), self.best)
 
-    def _checkpoint(self, step: int, best: bool = False) -> None:
-        if self.rank == 0 and step != self.saved_step:
-            self.saved_step = step
-            state = capture_state(self.drafter, self.trainer.optimiser)
-            weights = capture_weights(self.drafter)
-            snapshot = Snapshot(self.shape, weights, state, self._cursor(step), self.ends.fingerprint, self.best)
-            self.saver.submit(snapshot, best)
+    def _checkpoint(self, step: int, is_best: bool = False) -> None:
+        """One that cannot be postponed."""
+        if self.checkpointer is not None:
+            self.checkpointer.take(step, self._cursor(step), self.best, is_best)
 
     def _cursor(self, step: int) -> Cursor:
         quarantined = {int(sample): reason for sample, reason in self.feed.quarantined.items()}
         return cursor_at(self.plan, step, quarantined, self.samples_trained, self.tokens_trained)
+
+    def _say_durable(self, step: int, stall_s: float, write_s: float) -> None:
+        self.peer.send(Checkpointed(next_step=step, stall_s=round(stall_s, 6), write_s=round(write_s, 6)))
 
     def _evaluate(self, step: int) -> bool:
         """Measures and reports acceptance on rank 0; whether it is the best so far."""
@@ -236,6 +244,20 @@ class Rank:
             initialise(self.drafter, self.config.seed)
             if config.init == "target":
                 copy_target_layers(self.drafter, self.run_dir / "drafter_init.safetensors")
+
+    def _make_checkpointer(self) -> Checkpointer | None:
+        """The first rank's, with the memory that it needs; the others save nothing."""
+        if self.rank != 0:
+            return None
+        return Checkpointer(
+            self.saver,
+            self.drafter,
+            self.trainer.optimiser,
+            self.ends.fingerprint,
+            self.config.checkpoint_every,
+            saved_step=self.job.start_step if self.job.checkpoint is not None else -1,
+            postponed=lambda step: self.report("event", postponement(step)),
+        )
 
     def _eval_rows(self) -> EvalRows | None:
         """The rows that the first rank measures on. The configuration decides whether there are any, not the disk: a

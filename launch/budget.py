@@ -1,8 +1,9 @@
-"""How many bytes of a GPU each role needs, and what it may take of one that both roles share. Pure.
+"""How many bytes of a GPU each role needs, and what it may take of one that both roles share; and what a checkpoint
+needs of the host. Pure.
 
-All figures are bytes of device memory that a process allocates itself; the CUDA context comes on top of them. e is the
-width of the features' dtype, c that of the drafter's products, h the hidden size, V the vocabulary, T and D the largest
-block's tokens and draft tokens, L the drafter's layers, S the longest sample.
+All figures but the last are bytes of device memory that a process allocates itself; the CUDA context comes on top of
+them. e is the width of the features' dtype, c that of the drafter's products, h the hidden size, V the vocabulary, T
+and D the largest block's tokens and draft tokens, L the drafter's layers, S the longest sample.
 
 Producer
     held       the target's weights in the dtype that it runs in
@@ -24,12 +25,17 @@ Consumer, P parameters
                + CHUNK_ROWS V c + 8 min(CHUNK_ROWS V, TILE_ELEMENTS)   logits of one chunk
                + D h (2 c + 4)           hidden states at the head, and their gradient
 
+Host, one consumer
+    checkpoint P (4 + 8)                 masters and moments, in memory of their own for the whole run
+               + P c if c < 4            the weights as they are served, while they are written
+
 The workspace is an upper bound in all but small temporaries: a block seldom has its longest samples and all its draft
 tokens at their ends.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,12 +93,7 @@ def producer_need(weight_bytes: int, facts: Mapping[str, Any], taps: int, width:
 
 def consumer_need(shape: DrafterShape, tied: bool, width: int, compute_width: int, block: Block) -> Need:
     """The need of one consumer; `width` is the bytes of one number of the features, `compute_width` in the products."""
-    parameters = 0
-    for size in tensor_shapes(shape).values():
-        count = 1
-        for length in size:
-            count *= length
-        parameters += count
+    parameters = _parameters(shape)
     c, hidden, vocabulary = compute_width, shape.hidden_size, shape.vocab_size
     ends = vocabulary * hidden * (width * (1 if tied else 2) + (c if c != width else 0))
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -105,6 +106,11 @@ def consumer_need(shape: DrafterShape, tied: bool, width: int, compute_width: in
     workspace += 12 * SCORES_PER_BATCH + chunk * c + 8 * min(chunk, TILE_ELEMENTS["cuda"])
     workspace += block.draft_tokens * hidden * (2 * c + 4)
     return Need(parameters * (16 + (c if c < 4 else 0)) + ends, workspace)
+
+
+def checkpoint_bytes(shape: DrafterShape, compute_width: int) -> int:
+    """Host memory of the consumer that writes checkpoints; `compute_width` as in `consumer_need`."""
+    return _parameters(shape) * (12 + (compute_width if compute_width < 4 else 0))
 
 
 def divide(placement: Placement, gpus: Sequence[Gpu], producer: Need, consumer: Need) -> Budgets:
@@ -139,6 +145,10 @@ def occupied(placement: Placement, gpus: Sequence[Gpu]) -> list[str]:
     devices = [device for device in dict.fromkeys((*placement.producers, *placement.consumers)) if device != "cpu"]
     used = {device: _used(gpus[int(device.partition(":")[2])]) for device in devices}
     return [f"{device} is not all ours: {text}" for device, text in used.items() if text]
+
+
+def _parameters(shape: DrafterShape) -> int:
+    return sum(math.prod(size) for size in tensor_shapes(shape).values())
 
 
 def _used(gpu: Gpu) -> str:

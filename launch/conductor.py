@@ -130,8 +130,9 @@ class Conductor:
                 self.gate.reached(step, self._ranks[name])
             case Report(kind=kind, row=row):
                 self.rows.append((kind, row))
-            case Checkpointed(next_step=step):
-                self.rows.append(("event", {"what": "checkpoint", "text": f"checkpoint at step {step}", "step": step}))
+            case Checkpointed(next_step=step, stall_s=stall_s, write_s=write_s):
+                row = {"what": "checkpoint", "text": f"checkpoint at step {step}", "step": step}
+                self.rows.append(("event", row | {"stall_s": stall_s, "write_s": write_s}))
             case Gone():
                 self._gone(message)
             case Rewind():
@@ -304,5 +305,6 @@ class Conductor:
             slot=-1 if delivery.slot is None else delivery.slot,
             table=table,
             samples=delivery.samples,
+            writers=tuple(part.attempt for part in delivery.parts),
             checksum=sum(self._sums[part.attempt] for part in delivery.parts) % 2**64,
         )

@@ -68,6 +68,7 @@ class Ingest:
             if isinstance(message, Stop):
                 return message
             if isinstance(message, Expect):
+                self._arena.begin(message.slot, message.attempt)
                 self._send(message.holder, self._intake.expect(message))
 
     def _receive(self) -> None:

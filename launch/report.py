@@ -125,9 +125,22 @@ def _stream(summary: dict[str, Any], rows: list[Row]) -> str:
         f"{show_bytes(summary['full_dump_bytes'] or 0)} of disk",
         *(f"- {side}s waited {share:.0%} of their time{since}" for side, share in waits if share is not None),
         f"- restarts: {summary['restarts']}; quarantined samples: {summary['quarantined']}",
+        *_checkpoints(rows),
         *(f"- {row['what']}: {row['text']}" for row in events),
     ]
     return "## The stream\n\n" + "\n".join(lines)
+
+
+def _checkpoints(rows: list[Row]) -> list[str]:
+    """What checkpoints cost, if there were any: rows of earlier versions have no times."""
+    costs = [(row["stall_s"], row["write_s"]) for row in of_kind(rows, "event") if "stall_s" in row]
+    if not costs:
+        return []
+    stalls, writes = zip(*costs, strict=True)
+    return [
+        f"- {len(costs)} checkpoint(s): the step loop stood still for {max(stalls):.2f} s at most, {sum(stalls):.2f} s "
+        f"in all; writing one took {max(writes):.2f} s at most, in the background"
+    ]
 
 
 def _serving(summary: dict[str, Any], config: dict[str, Any], commands: list[str]) -> str:

@@ -43,6 +43,7 @@ from protocol.child import ERROR_PREFIX
 from protocol.dataset import TokenDataset
 from protocol.errors import DraftwireError, RequestError, RunError
 from protocol.job import Job, write_job
+from protocol.pages import describe_pages
 from protocol.units import show_bytes
 from protocol.version import DRAFTWIRE_VERSION
 
@@ -117,7 +118,7 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
     )
     say("producers and consumers load")
     start = {"step": job.start_step, "changed": changed} | circumstances(job, gpus)
-    return _supervise(job, run_dir, start, free_bytes, signals, screen)
+    return _supervise(job, run_dir, start, signals, screen)
 
 
 def _set_up(
@@ -170,11 +171,11 @@ def _one_off(name: str, module: str, arguments: list[str], run_dir: Path, signal
         raise RunError(child.obituary())
 
 
-def _supervise(
-    job: Job, run_dir: Path, start: dict[str, Any], free_bytes: int, signals: Signals, screen: Screen
-) -> int:
-    ring_fd = create_arena(job.slots, job.slot_bytes, free_bytes)
+def _supervise(job: Job, run_dir: Path, start: dict[str, Any], signals: Signals, screen: Screen) -> int:
+    # Asked anew: the set-up may have taken minutes.
+    ring_fd = create_arena(job.slots, job.slot_bytes, free_memory_bytes())
     try:
+        screen.say(f"ring of {job.slots} slots: {describe_pages(ring_fd)}")
         crew = Crew(job, run_dir, ring_fd, signals, screen)
         append_row(run_dir / "metrics.jsonl", "start", start)
         state, reason = "failed", "the launcher was interrupted"

@@ -18,7 +18,7 @@ import numpy as np
 
 from consumer.checkpoints import read_cursor, read_manifest, read_shape
 from consumer.shape import DrafterShape, differing_fields, resolve_shape
-from launch.budget import Block, Budgets, Need, consumer_need, divide, occupied, producer_need
+from launch.budget import Block, Budgets, Need, checkpoint_bytes, consumer_need, divide, occupied, producer_need
 from launch.config import Config
 from launch.machine import Gpu
 from launch.placement import Placement
@@ -56,6 +56,7 @@ class Outline(msgspec.Struct, frozen=True):
     producer_need: Need
     consumer_need: Need
     budgets: Budgets
+    checkpoint_bytes: int
     notes: list[str]
 
 
@@ -91,9 +92,15 @@ def outline(config: Config, target_dir: Path, placement: Placement, gpus: Sequen
     processes = len(placement.producers) + len(placement.consumers)
     # A sample has two tokens at least: an anchor and what follows it.
     ring = ring_size(config.ring, largest, largest // 2, width, dtype, processes, free_bytes)
-    return Outline(
-        target_dir, facts, shape, placement, dtype, width, tokens, draft_tokens, ring, *needs, budgets, notes
-    )
+    staged = checkpoint_bytes(shape, _compute_width(config))
+    if ring.total_bytes + staged > free_bytes:
+        raise RequestError(
+            f"ring.bytes: the ring takes {show_bytes(ring.total_bytes)} and checkpoints {show_bytes(staged)} on their "
+            f"way to the disk, but only {show_bytes(free_bytes)} of memory is free: set ring.bytes to at most "
+            f"{show_bytes(max(free_bytes - staged, 0))}, or use a smaller drafter"
+        )
+    known = (target_dir, facts, shape, placement, dtype, width, tokens, draft_tokens, ring)
+    return Outline(*known, *needs, budgets, staged, notes)
 
 
 def dataset_folder(config: Config) -> Path:
@@ -191,6 +198,7 @@ def bill(found: Outline, dataset: TokenDataset, plan: Plan) -> dict[str, Any]:
         "full_dump_bytes": tokens * bytes_per_token,
         "ring_bytes": found.ring.total_bytes,
         "gpu_memory": {"producer": found.producer_need.total, "consumer": found.consumer_need.total},
+        "host_memory": {"ring": found.ring.total_bytes, "checkpoint": found.checkpoint_bytes},
         "plan_hash": plan.hash,
         "step_hash": plan.step_hash,
     }
@@ -228,8 +236,12 @@ def _needs(
     weight_bytes = weight_size(target_dir)[1] * width // stored
     taps = len(shape.target_layer_ids)
     producer = producer_need(weight_bytes, facts, taps, width, block)
-    compute_width = 4 if config.train.precision == "fp32" else 2
-    return producer, consumer_need(shape, facts["tied"], width, compute_width, block)
+    return producer, consumer_need(shape, facts["tied"], width, _compute_width(config), block)
+
+
+def _compute_width(config: Config) -> int:
+    """Bytes of one number in the drafter's products."""
+    return 4 if config.train.precision == "fp32" else 2
 
 
 def _refuse_what_cannot_fit(producer: Need, placement: Placement, free_bytes: int) -> None:

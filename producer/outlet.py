@@ -50,9 +50,11 @@ class ArenaOutlet:
         self._arena, self._peer = arena, peer
 
     def room(self, lease: Lease) -> memoryview:
+        self._arena.begin(lease.slot, lease.attempt)
         return self._arena.slot(lease.slot)
 
     def commit(self, lease: Lease, ranges: Iterable[tuple[int, int]], ready: Ready) -> None:
+        self._arena.end(lease.slot, lease.attempt)
         self._peer.send(ready)
 
     def abandon(self, lease: Lease) -> None:

@@ -149,7 +149,8 @@ class Credit(Message, frozen=True):
 
 
 class Deliver(Message, frozen=True):
-    """coordinator -> consumer: a block's descriptor. `slot` -1 marks an empty block of weight zero."""
+    """coordinator -> consumer: a block's descriptor. `slot` -1 marks an empty block of weight zero. `writers` are the
+    attempts of the leases that filled it: the slot's header must name one of them."""
 
     step: int
     index: int
@@ -160,6 +161,7 @@ class Deliver(Message, frozen=True):
     slot: int
     table: Table
     samples: tuple[int, ...]
+    writers: tuple[int, ...]
     checksum: int
 
 
@@ -212,9 +214,12 @@ class Quarantine(Message, frozen=True):
 
 
 class Checkpointed(Message, frozen=True):
-    """consumer -> coordinator: a checkpoint whose cursor says `next_step` is durable."""
+    """consumer -> coordinator: a checkpoint whose cursor says `next_step` is durable. It took `stall_s` seconds of the
+    step loop and `write_s` in the background."""
 
     next_step: int
+    stall_s: float
+    write_s: float
 
 
 # --- life ------------------------------------------------------------------------------------------------------------

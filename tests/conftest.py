@@ -194,18 +194,17 @@ def make_snapshot(make_drafter: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         from consumer.checkpoint import Snapshot
-        from consumer.state import capture_weights
         from protocol.cursor import Cursor
 
         drafter = make_drafter(seed, "bfloat16")
-        state = {
-            "master.fc.weight": drafter.fc.weight.detach().clone(),
+        masters = {f"master.{name}": tensor.detach().clone() for name, tensor in drafter.named_parameters()}
+        state = masters | {
             "exp_avg.fc.weight": torch.full((3,), float(seed)),
             "step.fc.weight": torch.tensor(float(step)),
         }
         quarantined = {"3": "tap 1 is all zero"}
         cursor = Cursor(epoch=0, next_step=step, plan_hash="p", step_hash="s", quarantined=quarantined)
-        return Snapshot(drafter.shape, capture_weights(drafter), state, cursor, "fingerprint", best)
+        return Snapshot(drafter.shape, torch.bfloat16, state, cursor, "fingerprint", best)
 
     return make
 

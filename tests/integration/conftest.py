@@ -45,6 +45,31 @@ max_new_tokens = 12
 """
 
 
+# Imported by every Python process: code that is run in a module's namespace when that module has been imported.
+SITE = """
+import importlib.util, sys
+
+CODE = {code!r}
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name not in CODE:
+            return None
+        code = CODE.pop(name)
+        spec = importlib.util.find_spec(name)
+        real = spec.loader.exec_module
+
+        def exec_module(module):
+            real(module)
+            exec(code, vars(module))
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
 class Workspace:
     """Runs `draftwire` in a folder of its own, always with a deadline."""
 
@@ -145,6 +170,20 @@ def deadly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cal
         return lambda: [path.name for path in folder.iterdir() if not path.name.startswith("taken.")]
 
     return plan
+
+
+@pytest.fixture
+def patch_children(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes every process that is started from now on run code at the end of a module's import."""
+    folder = workspace.folder / "patched"
+    before = os.environ.get("PYTHONPATH", "")
+
+    def patch(code: dict[str, str]) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(SITE.format(code=code))
+        monkeypatch.setenv("PYTHONPATH", f"{folder}:{before}" if code else before)
+
+    return patch
 
 
 @pytest.fixture

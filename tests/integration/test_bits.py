@@ -65,7 +65,7 @@ class Way:
     def __init__(self, transport: str, job: Any) -> None:
         self._ring_fd = create_arena(SLOTS, SLOT_BYTES, 1 << 30)
         self.arena = Arena(self._ring_fd, SLOTS, SLOT_BYTES)
-        self._attempt = 0
+        self.attempt = 0
         self._line, self._ingest_line = Line(), Line()
         self._thread: threading.Thread | None = None
         self._outlet: Any
@@ -82,12 +82,12 @@ class Way:
 
     def cross(self, table: Any, tensors: dict[str, np.ndarray], slot: int = 0) -> int:
         """Returns the checksum of the features."""
-        self._attempt += 1
-        same = {"step": 0, "index": 0, "kind": "model", "attempt": self._attempt}
+        self.attempt += 1
+        same = {"step": 0, "index": 0, "kind": "model", "attempt": self.attempt}
         empty = {"samples": (), "lengths": (), "positions": (), "token_ids": b"", "loss_mask": b""}
         lease = m.Lease(**same, slot=slot, **empty)
         nbytes = table_bytes(table)
-        self._ingest_line.tell(m.Expect(holder="producer-0", attempt=self._attempt, slot=slot, nbytes=nbytes))
+        self._ingest_line.tell(m.Expect(holder="producer-0", attempt=self.attempt, slot=slot, nbytes=nbytes))
         room = views(self._outlet.room(lease), table)
         for name, tensor in tensors.items():
             room[name][...] = tensor
@@ -140,15 +140,15 @@ def test_special_values_and_edge_shapes_arrive_bit_for_bit(way: Way, dtype: str)
         assert bytes(way.arena.slot(0)[table_bytes(table) :]) == b"\xa5" * (SLOT_BYTES - table_bytes(table))
 
 
-def feed(arena: Arena, table: Any, samples: tuple[int, ...], total: int) -> DeviceBlock | m.Bad:
+def feed(way: Way, table: Any, samples: tuple[int, ...], total: int) -> DeviceBlock | m.Bad:
     """What a consumer's feed makes of the block in slot 0: the block, or why it does not want it."""
     sent: list[m.Message] = []
     peer: Any = SimpleNamespace(inbox=queue.Queue(), send=sent.append)
     same = {"step": 0, "index": 0, "attempt": 1, "micro_step": 0, "micro_steps": 1, "epoch": 0}
-    peer.inbox.put(m.Deliver(**same, slot=0, table=table, samples=samples, checksum=total))
+    peer.inbox.put(m.Deliver(**same, slot=0, table=table, samples=samples, writers=(way.attempt,), checksum=total))
     peer.inbox.put(m.Go(step=0, micro_step=0, stop=False))
     peer.inbox.put(m.Stop(reason="the end"))
-    one = Feed(peer, arena, torch.device("cpu"), 1)
+    one = Feed(peer, way.arena, torch.device("cpu"), 1)
     one._thread.join(10)
     if refused := [message for message in sent if isinstance(message, m.Bad)]:
         return refused[0]
@@ -169,7 +169,7 @@ def test_what_is_trained_on_has_the_producer_s_bits_and_dtype(way: Way, dtype: s
         "offsets": np.array([0, 2], np.int32),
         "samples": np.array([2**63 - 1]),
     }
-    block = feed(way.arena, table, (2**63 - 1,), way.cross(table, {"features": finite, **small}))
+    block = feed(way, table, (2**63 - 1,), way.cross(table, {"features": finite, **small}))
     assert isinstance(block, DeviceBlock)
     assert block.features.dtype == getattr(torch, dtype)
     assert block.features.view(torch.uint8).numpy().tobytes() == finite.tobytes()
@@ -179,7 +179,7 @@ def test_what_is_trained_on_has_the_producer_s_bits_and_dtype(way: Way, dtype: s
     for word in values[[0, 1, 2, 4]]:
         poison = finite.copy()
         poison[1, 1] = word
-        refused = feed(way.arena, table, (2**63 - 1,), way.cross(table, {"features": poison, **small}))
+        refused = feed(way, table, (2**63 - 1,), way.cross(table, {"features": poison, **small}))
         assert isinstance(refused, m.Bad)
         assert (refused.samples, refused.reason) == ((2**63 - 1,), f"sample {2**63 - 1}: tap 0 is not finite")
 
@@ -197,8 +197,45 @@ def test_what_is_trained_on_is_what_was_summed(way: Way, monkeypatch: pytest.Mon
         return found
 
     monkeypatch.setattr("consumer.feed.checksum", sum_then_write)
-    block = feed(way.arena, table, (7,), total)
+    block = feed(way, table, (7,), total)
     assert isinstance(block, m.Bad) or block.features.tolist() == sent.tolist()
+
+
+SMALL = {"token_ids": np.array([1, 2], np.int32), "offsets": np.array([0, 2], np.int32), "samples": np.array([7])}
+FEATURES = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+
+
+def write_over_the_end(way: Way) -> None:
+    slot = way.arena.slot(0)
+    start = np.frombuffer(slot, np.uint8).ctypes.data - np.frombuffer(way.arena._map, np.uint8).ctypes.data
+    memoryview(way.arena._map)[start + len(slot) : start + len(slot) + 2] = b"\x7f\x80"
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (write_over_the_end, "the canary behind slot 0 was overwritten"),
+        (lambda way: way.arena.begin(0, way.attempt - 1), "slot 0 was written by attempt {stale}, not {attempt}"),
+        (lambda way: way.arena.end(0, way.attempt - 1), "slot 0 was written by attempt {stale}, not {attempt}"),
+    ],
+)
+@pytest.mark.parametrize("when", ["before", "while it is copied"])
+def test_an_overrun_and_a_late_writer_are_bad_and_a_retry_heals(
+    way: Way, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Way], None], reason: str, when: str
+) -> None:
+    table = block_table(2, 1, 2, "float32")
+    for attempt in (1, 2):  # the second finds what was done to the first
+        total = way.cross(table, {"features": FEATURES, **SMALL})
+        assert isinstance(feed(way, table, (7,), total), DeviceBlock)
+        with monkeypatch.context() as patch:
+            if when == "before":
+                damage(way)
+            else:
+                patch.setattr("consumer.feed.checksum", lambda features: (damage(way), checksum(features))[1])
+            refused = feed(way, table, (7,), total)
+        assert isinstance(refused, m.Bad)
+        assert refused.reason == reason.format(stale=attempt - 1, attempt=attempt)
+        assert refused.samples == ()  # nobody knows which
 
 
 # --- readers that come and go ----------------------------------------------------------------------------------------

@@ -111,6 +111,49 @@ def test_children_die_with_their_launcher(workspace):
     started.wait(10)  # the workspace fixture fails if anything is left
 
 
+@pytest.mark.timeout(240)
+def test_of_two_runs_side_by_side_one_is_killed_whole_and_the_other_ends_as_if_alone(workspace, calm):
+    """Same folder of runs, same dataset, same machine. Of the killed one no process, memory or address is left."""
+    one, other = workspace.start("one"), workspace.start("other")
+    for name in ("one", "other"):
+        workspace.wait_for_step(name, 10)
+    rings = {name: _rings([workspace.pid_of(name, "consumer-0")]) for name in ("one", "other")}
+    assert len(rings["one"]) == len(rings["other"]) == 1
+    assert rings["one"] != rings["other"]
+    run_ids = {name: json.loads((workspace.runs / name / "job.json").read_text())["run_id"] for name in rings}
+    assert all(f"@draftwire-{run_id}" in Path("/proc/net/unix").read_text() for run_id in run_ids.values())
+    pids = [workspace.pid_of("one", child) for child in ("coordinator", "producer-0", "consumer-0")]
+
+    os.killpg(one.pid, signal.SIGKILL)
+    one.wait(10)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not rings["one"] & _rings(int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    assert f"@draftwire-{run_ids['one']}" not in Path("/proc/net/unix").read_text()
+
+    assert other.wait(120) == 0
+    assert workspace.losses("other") == calm
+    assert not [row for row in workspace.rows("other", "event") if row["what"] in ("gone", "bad", "ignored")]
+
+
+def _rings(pids):
+    """The inodes of all rings that these processes hold or map."""
+    found = set()
+    for pid in pids:
+        try:
+            handles = [
+                handle for handle in Path(f"/proc/{pid}/fd").iterdir() if "draftwire-ring" in os.readlink(handle)
+            ]
+            found |= {handle.stat().st_ino for handle in handles}
+            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:  # it is gone, or not ours to look at
+            continue
+        found |= {int(line.split()[4]) for line in maps if "draftwire-ring" in line}
+    return found
+
+
 @pytest.mark.parametrize("transport", ["shm", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_a_stopped_consumer_stops_the_producer_and_grows_no_memory(workspace, transport):
     started = workspace.start("paused", "--set", f'ring.transport="{transport}"')

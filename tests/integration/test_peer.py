@@ -233,7 +233,7 @@ def test_any_run_name_makes_an_address_that_works_and_is_its_own(
     ring = RingSize(slots=3, slot_bytes=4096)
     place, none = Placement(("cpu",), ("cpu",)), Need(0, 0)
     known = (tmp_path, FACTS, shape, place, "float32", 48, 4096, 8192, ring)
-    found = start.Outline(*known, none, none, Budgets(), [])
+    found = start.Outline(*known, none, none, Budgets(), 0, [])
     plan = start.make_plan(config, found, dataset)
     jobs = [start.make_job(config, found, dataset, plan, None)[0] for _ in range(2)]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -9,12 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.budget import CONTEXT_BYTES, Block, Budgets, Need, consumer_need, divide, occupied, producer_need
+from launch.budget import (
+    CONTEXT_BYTES,
+    Block,
+    Budgets,
+    Need,
+    checkpoint_bytes,
+    consumer_need,
+    divide,
+    occupied,
+    producer_need,
+)
 from launch.config import load_config
 from launch.machine import Gpu
 from launch.placement import Placement
 from launch.start import outline
 from protocol.errors import RequestError
+from protocol.units import show_bytes
 
 GIB = 1 << 30
 SHARED = Placement(("cuda:0",), ("cuda:0",))
@@ -122,6 +133,30 @@ def test_a_start_learns_its_budgets_and_needs(make_folder, tmp_path: Path) -> No
         outline(config, folder, SHARED, [gpu(2 * GIB)], 64 * GIB)
     alone = outline(config, folder, OWN, [gpu(199 * GIB)] * 2, 64 * GIB)
     assert (alone.budgets, alone.notes) == (Budgets(0, 0), [])
+
+
+def test_a_checkpoint_s_host_memory_is_part_of_the_plan(make_folder, make_drafter, tmp_path: Path) -> None:
+    drafter = make_drafter()
+    parameters = sum(parameter.numel() for parameter in drafter.parameters())
+    assert checkpoint_bytes(drafter.shape, 4) == 12 * parameters
+    assert checkpoint_bytes(drafter.shape, 2) == 14 * parameters
+    config_path = tmp_path / "c.toml"
+    config_path.write_text(
+        '[target]\nmodel = "target"\n[data]\ntrain = [{path = "x"}]\n[drafter]\ntaps = [0, 2]\nmlp = 1000000\n'
+    )
+    config, folder = load_config(config_path, ()), make_folder()
+    cpu = Placement(("cpu",), ("cpu",))
+    found = outline(config, folder, cpu, [], 64 * GIB)
+    assert found.checkpoint_bytes > 5 * 3 * 32 * 1_000_000 * 12
+    tight = found.ring.total_bytes + found.checkpoint_bytes
+    ring = load_config(config_path, (f"ring.bytes={found.ring.total_bytes}",))
+    assert outline(ring, folder, cpu, [], tight).checkpoint_bytes == found.checkpoint_bytes
+    with pytest.raises(RequestError) as refused:
+        outline(ring, folder, cpu, [], tight - 1)
+    said = str(refused.value)
+    sizes = (found.ring.total_bytes, found.checkpoint_bytes, tight - 1, found.ring.total_bytes - 1)
+    assert all(show_bytes(size) in said for size in sizes), said
+    assert "ring.bytes" in said
 
 
 # A target so large that no padding hides behind launches.

@@ -18,7 +18,8 @@ from consumer import checkpoint as checkpoint_module
 from consumer import checkpoints as checkpoints_module
 from consumer.checkpoint import Snapshot, read_state, read_weights, write_checkpoint
 from consumer.checkpoints import checkpoints, newest_good, point, problem_of, prune, read_cursor
-from consumer.state import capture_state, capture_weights, restore_state
+from consumer.staging import Staging
+from consumer.state import capture_weights, live_state, restore_state, served_weights
 from protocol.errors import RequestError
 
 MakeSnapshot = Callable[..., Snapshot]
@@ -30,7 +31,8 @@ def test_the_way_back_is_bit_exact(tmp_path: Path, make_snapshot: MakeSnapshot) 
     written = write_checkpoint(tmp_path, sent)
     assert written == tmp_path / "step-000500"
     weights, shape = read_weights(written)
-    for name, expected, found in (("weights", sent.weights, weights), ("state", sent.state, read_state(written))):
+    served = served_weights(sent.state, sent.dtype)
+    for name, expected, found in (("weights", served, weights), ("state", sent.state, read_state(written))):
         assert found.keys() == expected.keys(), name
         assert all(found[key].dtype == expected[key].dtype for key in expected)
         assert all(torch.equal(found[key], expected[key]) for key in expected)
@@ -43,6 +45,11 @@ def test_the_way_back_is_bit_exact(tmp_path: Path, make_snapshot: MakeSnapshot) 
 
 def optimiser_of(drafter: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(drafter.parameters(), lr=1e-2, fused=True)
+
+
+def capture_state(drafter: Any, optimiser: torch.optim.AdamW) -> dict[str, torch.Tensor]:
+    shapes = {name: parameter.shape for name, parameter in drafter.named_parameters()}
+    return Staging(shapes, torch.device("cpu")).capture(live_state(drafter, optimiser))
 
 
 def train(drafter: Any, optimiser: torch.optim.AdamW, steps: range) -> None:
@@ -62,9 +69,8 @@ def test_training_goes_on_as_if_nothing_had_happened(
     calm_optimiser = optimiser_of(calm)
     train(calm, calm_optimiser, range(4))
     frame = make_snapshot(4)
-    snapshot = Snapshot(
-        calm.shape, capture_weights(calm), capture_state(calm, calm_optimiser), frame.cursor, frame.target
-    )
+    state = capture_state(calm, calm_optimiser)
+    snapshot = Snapshot(calm.shape, calm.compute_dtype, state, frame.cursor, frame.target)
     written = write_checkpoint(tmp_path, snapshot)
     train(calm, calm_optimiser, range(4, 7))  # the snapshot is a copy: this must not reach into it
 

@@ -135,6 +135,9 @@ class Peers:
 
     def _deliver(self, name: str, message: m.Deliver) -> None:
         key = {"step": message.step, "index": message.index, "attempt": message.attempt}
+        # The producers here announce their attempt as the sum; an empty block has no writer.
+        assert sum(message.writers) == message.checksum
+        assert bool(message.writers) == (message.slot >= 0)
         culprits = tuple(self.poison & set(message.samples))
         if culprits:
             self.wire.append((name, m.Bad(**key, samples=culprits, reason="not finite")))
@@ -340,7 +343,7 @@ def test_messages_of_an_earlier_delivery_change_nothing(make):
         ("producer-0", m.Release(step=0, index=0, attempt=2)),
         ("producer-0", m.Bad(step=0, index=0, attempt=2, samples=(), reason="no")),
         ("producer-0", m.Report(kind="step", row={})),
-        ("producer-0", m.Checkpointed(next_step=9)),
+        ("producer-0", m.Checkpointed(next_step=9, stall_s=0.1, write_s=2.0)),
         ("producer-0", m.Reached(step=0)),
         ("producer-0", m.Chunk(attempt=1, offset=0, checksum=0, last=True)),  # payload goes to ingest
         ("ingest", m.Want(kind="model")),

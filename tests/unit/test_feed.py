@@ -41,6 +41,7 @@ def empty_block(step: int) -> m.Deliver:
         slot=-1,
         table=table,
         samples=(),
+        writers=(),
         checksum=0,
     )
 

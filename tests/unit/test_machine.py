@@ -10,6 +10,8 @@ import pytest
 
 from launch import machine
 from launch.machine import Gpu, free_memory_bytes, processors, visible_gpus
+from protocol.arena import create_arena
+from protocol.errors import RequestError
 
 MIB = 1 << 20
 CARDS = """\
@@ -48,6 +50,16 @@ def test_without_a_cgroup_the_host_counts(root: Path) -> None:
     assert free_memory_bytes() == 8000 * MIB
     write(root / "proc/self/cgroup", "4:memory:/job\n")
     assert free_memory_bytes() == 8000 * MIB
+
+
+def test_a_ring_that_the_job_s_limit_does_not_hold_is_refused_with_asked_free_and_the_setting(root: Path) -> None:
+    """Never SIGBUS: the host has 8,000 MiB, the job 20 left."""
+    write(root / "proc/self/cgroup", "0::/job\n")
+    limit(root / "sys/fs/cgroup/job", str(120 * MIB), 100)
+    with pytest.raises(RequestError) as refused:
+        create_arena(4, 10 * MIB, free_memory_bytes())
+    said = str(refused.value)
+    assert all(part in said for part in ("4 slots x 10.49 MB = 41.98 MB", "only 20.97 MB", "lower ring.bytes")), said
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,10 @@ def make_run(folder, *, evaluated: bool = True):
         append_row(metrics, "eval", {"step": 0} | EVAL)
     for step in (1, 2, 3):
         append_row(metrics, "step", {"step": step, "loss": 9.0 - step, "accuracy": [0.1 * step, 0.0]})
+    for step, stall_s, write_s in ((1, 0.25, 20.0), (3, 0.5, 31.0)):
+        text = f"checkpoint at step {step}"
+        cost = {"stall_s": stall_s, "write_s": write_s}
+        append_row(metrics, "event", {"what": "checkpoint", "text": text, "step": step} | cost)
     append_row(metrics, "event", {"what": "gone", "text": "producer-0 is gone; blocks leased anew: step 2 block 0"})
     append_row(
         metrics,
@@ -82,6 +86,7 @@ def test_a_report_tells_the_whole_story(tmp_path):
         "producers waited 40%",
         "consumers waited 1%",
         "restarts: 1; quarantined samples: 2",
+        "2 checkpoint(s): the step loop stood still for 0.50 s at most, 0.75 s in all; writing one took 31.00 s",
         "producer-0 is gone",
         "15 speculative tokens in vLLM, 16 draft tokens in SGLang",
     ):

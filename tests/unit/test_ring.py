@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.arena import PAGE_BYTES
+from protocol.arena import PAGE_BYTES, slot_stride_bytes
 from protocol.block import block_table, table_bytes
 from protocol.errors import RequestError
 from protocol.ring import RingConfig, RingSize, ring_size
@@ -23,7 +23,8 @@ def test_auto_is_four_slots_a_process_that_hold_the_largest_block() -> None:
     found = size(processes=3)
     assert found.slots == 12
     assert found.slot_bytes == table_bytes(block_table(1000, 500, 2880, "bfloat16"))
-    assert 12 * found.slot_bytes <= found.total_bytes < 12 * (found.slot_bytes + PAGE_BYTES)
+    assert found.total_bytes == 12 * slot_stride_bytes(found.slot_bytes)
+    assert 12 * found.slot_bytes <= found.total_bytes < 12 * (found.slot_bytes + 3 * PAGE_BYTES)
     assert found.total_bytes % PAGE_BYTES == 0
 
 
@@ -40,7 +41,7 @@ def test_what_is_asked_for_is_never_exceeded(asked: int, processes: int) -> None
     except RequestError:
         assert (processes + 1) * (size().total_bytes // 8) > asked
         return
-    assert found.total_bytes <= asked < found.total_bytes + found.slot_bytes + PAGE_BYTES
+    assert found.total_bytes <= asked < found.total_bytes + slot_stride_bytes(found.slot_bytes)
     assert found.slots > processes
 
 

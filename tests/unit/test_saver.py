@@ -25,12 +25,12 @@ class Told:
     def __init__(self, folder: Path, keep: int = 3) -> None:
         self.durable: list[int] = []
         self.failed: list[str] = []
-        self.saver = Saver(folder, keep, self.durable.append, self.failed.append)
+        self.saver = Saver(folder, keep, lambda step, stall_s, write_s: self.durable.append(step), self.failed.append)
 
 
 def test_what_is_durable_is_said_after_it_is(tmp_path: Path, make_snapshot: MakeSnapshot) -> None:
     found: list[Path | None] = []
-    saver = Saver(tmp_path, 3, lambda step: found.append(newest_good(tmp_path)[0]), pytest.fail)
+    saver = Saver(tmp_path, 3, lambda *_: found.append(newest_good(tmp_path)[0]), pytest.fail)
     saver.submit(make_snapshot(10), best=False)
     saver.wait()
     assert found == [tmp_path / "step-000010"]
@@ -91,7 +91,7 @@ def test_what_is_no_full_disk_is_said_and_raised(
 
 
 def test_a_coordinator_that_hears_no_more_is_raised(tmp_path: Path, make_snapshot: MakeSnapshot) -> None:
-    def lost(_: int) -> None:
+    def lost(*_: float) -> None:
         raise RunError("the coordinator takes no more messages")
 
     saver = Saver(tmp_path, 3, lost, pytest.fail)

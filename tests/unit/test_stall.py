@@ -39,7 +39,7 @@ class Run:
     def deliver(self, step: int, rank: int) -> None:
         message = m.Deliver(
             step=step, index=rank, micro_step=0, micro_steps=1, epoch=0, attempt=1, slot=0, table=(), samples=(),
-            checksum=0,
+            writers=(1,), checksum=0,
         )  # fmt: skip
         self.watch.sent(f"consumer-{rank}", message, self.now)
 
@@ -253,8 +253,9 @@ def test_a_block_that_was_poison_or_empty_is_not_counted_as_trained() -> None:
     run.deliver(0, 0)
     run.watch.heard("consumer-0", m.Bad(step=0, index=0, attempt=1, samples=(), reason="zero"), run.now)
     empty = m.Deliver(
-        step=0, index=1, micro_step=0, micro_steps=1, epoch=0, attempt=1, slot=-1, table=(), samples=(), checksum=0
-    )
+        step=0, index=1, micro_step=0, micro_steps=1, epoch=0, attempt=1, slot=-1, table=(), samples=(), writers=(),
+        checksum=0,
+    )  # fmt: skip
     run.watch.sent("consumer-1", empty, run.now)
     run.finish(0, 0, 1)
     assert run.watch.trained == 0

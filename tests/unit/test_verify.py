@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from consumer.verify import unsound_samples
+from consumer.verify import differing_tensor, unsound_samples
 
 TAPS, HIDDEN = 3, 4
 OFFSETS = np.array([0, 5, 6, 10], np.int32)  # a sample of 5 tokens, one of 1, one of 4
@@ -108,3 +108,34 @@ def test_an_empty_block_is_sound() -> None:
     """What a rank gets when another one's samples are all quarantined."""
     empty = torch.zeros(0, TAPS * HIDDEN)
     assert unsound_samples(empty, np.zeros(0, np.int32), np.zeros(1, np.int32), TAPS) == {}
+
+
+class TwoRows:
+    def tokens(self, sample: int) -> np.ndarray:
+        return np.arange(3 + sample, dtype=np.int32)
+
+    def mask(self, sample: int) -> np.ndarray:
+        return np.ones(3 + sample, np.uint8)
+
+
+def small_tensors() -> dict[str, np.ndarray]:
+    rows = TwoRows()
+    return {
+        "token_ids": np.concatenate([rows.tokens(1), rows.tokens(0)]),
+        "loss_mask": np.concatenate([rows.mask(1), rows.mask(0)]),
+        "offsets": np.array([0, 4, 7], np.int32),
+    }
+
+
+def test_any_flipped_bit_of_a_small_tensor_is_found_by_its_name() -> None:
+    assert differing_tensor(TwoRows(), (1, 0), **small_tensors()) == ""
+    for name, tensor in small_tensors().items():
+        for bit in range(8 * tensor.nbytes):
+            damaged = small_tensors()
+            damaged[name].view(np.uint8)[bit // 8] ^= 1 << bit % 8
+            assert differing_tensor(TwoRows(), (1, 0), **damaged) == name
+
+
+def test_an_empty_block_has_nothing_to_differ() -> None:
+    nothing = (np.zeros(0, np.int32), np.zeros(0, np.uint8), np.zeros(1, np.int32))
+    assert differing_tensor(TwoRows(), (), *nothing) == ""
