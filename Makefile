@@ -21,8 +21,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/draftwire run examples/quickstart.toml --resume
 
+# Two at a time: most of the time goes into starting processes and waiting for them. More would want more memory.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .

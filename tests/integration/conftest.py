@@ -80,7 +80,7 @@ class Workspace:
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-P", "-m", "launch.cli", *arguments]
 
-    def draftwire(self, *arguments: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
+    def draftwire(self, *arguments: str, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(*arguments), cwd=self.folder, capture_output=True, text=True, timeout=timeout_s, check=False
         )
@@ -102,7 +102,7 @@ class Workspace:
     def losses(self, name: str) -> list[tuple[int, float]]:
         return [(row["step"], row["loss"]) for row in self.rows(name, "step")]
 
-    def wait_for_step(self, name: str, step: int, timeout_s: float = 60) -> None:
+    def wait_for_step(self, name: str, step: int, timeout_s: float = 120) -> None:
         deadline = time.monotonic() + timeout_s
         while not (rows := self.rows(name, "step")) or rows[-1]["step"] < step:
             assert time.monotonic() < deadline, f"{name} did not reach step {step}"
