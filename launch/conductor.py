@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from protocol.block import Table, block_table, table_bytes
 from protocol.gate import STOP, VerifiedGate
 from protocol.grants import Delivery, Key, Lease
-from protocol.job import INGEST, Job
+from protocol.job import INGEST, REMOTE_PREFIX, Job
 from protocol.ledger import Ledger
 from protocol.messages import (
     AnyMessage,
@@ -25,6 +25,8 @@ from protocol.messages import (
     Deliver,
     Error,
     Expect,
+    Fence,
+    Fenced,
     Go,
     Gone,
     Hello,
@@ -48,7 +50,7 @@ LAUNCHER = "launcher"
 SENT_BY: dict[str, tuple[type[Message], ...]] = {
     "producer": (Want, Ready, Nack),
     "consumer": (Credit, Verified, Release, Bad, Reached, Report, Checkpointed),
-    INGEST: (),
+    INGEST: (Fenced,),
     LAUNCHER: (Gone, Order),
 }
 
@@ -87,6 +89,7 @@ class Conductor:
         self._wants: list[tuple[str, str]] = []
         self._sums: dict[int, int] = {}  # lease attempt -> checksum
         self._held: dict[Key, Delivery] = {}
+        self._closing: dict[str, str] = {}  # gone, and ingest has not yet said that nothing more of it is written
         self._known_quarantined = len(quarantined)
 
     # --- events ---
@@ -98,7 +101,24 @@ class Conductor:
             self._ranks[hello.name] = hello.rank
             self._credit[hello.rank] = 0
             self._tell_quarantine([hello.name])
+        if hello.name.startswith(REMOTE_PREFIX):
+            self.rows.append(("event", {"what": "joined", "text": f"{hello.name} has joined from {hello.host}"}))
         self._pump()
+
+    @property
+    def remotes(self) -> list[str]:
+        """The producers of other hosts that are here."""
+        return [name for name in self._roles if name.startswith(REMOTE_PREFIX)]
+
+    def left(self, name: str, reason: str) -> None:
+        """A producer of another host has left, or is held to have: nothing of it is heard from here on."""
+        del self._roles[name]
+        self._gone(name, f"has left ({reason})")
+        self._pump()
+
+    def closing(self, name: str) -> bool:
+        """Whether a peer that is gone still holds slots, so that nobody may join under its name."""
+        return name in self._closing
 
     def handle(self, name: str, message: AnyMessage) -> bool:
         """One message of an admitted peer. False when its role has no such message to send: nothing came of it."""
@@ -132,7 +152,10 @@ class Conductor:
             case Checkpointed(next_step=step):
                 self.rows.append(("event", {"what": "checkpoint", "text": f"checkpoint at step {step}", "step": step}))
             case Gone(name=gone):
-                self._gone(gone)
+                self._gone(gone, "is gone")
+            case Fenced(holder=holder):
+                if (how := self._closing.pop(holder, None)) is not None:
+                    self._reopen(holder, how)
             case Order(order=order):
                 self._order(order)
         self._pump()
@@ -140,12 +163,29 @@ class Conductor:
 
     # --- inside ---
 
-    def _gone(self, name: str) -> None:
-        """A child has been reaped: what it was filling is open again."""
+    def _gone(self, name: str, how: str) -> None:
+        """A child has been reaped, or a remote producer has left. What it was filling is open again, but what it has
+        sent may still lie in a socket of ingest's, and the slot's next writer may be one that ingest knows nothing of:
+        so ingest is asked first."""
         self._wants = [want for want in self._wants if want[0] != name]
+        # A lease that it has not even been told of must not reach whoever joins under its name.
+        self.out = [(to, message) for to, message in self.out if to != name]
+        if self._sends(name) and INGEST in self._roles:
+            self._closing[name] = how
+            self.out.append((INGEST, Fence(holder=name)))
+        else:
+            self._reopen(name, how)
+
+    def _reopen(self, name: str, how: str) -> None:
         reopened = self.ledger.holder_died(name)
         blocks = ", ".join(f"step {lease.step} block {lease.index}" for lease in reopened) or "none"
-        self.rows.append(("event", {"what": "gone", "text": f"{name} is gone; blocks leased anew: {blocks}"}))
+        what = "left" if name.startswith(REMOTE_PREFIX) else "gone"
+        self.rows.append(("event", {"what": what, "text": f"{name} {how}; blocks leased anew: {blocks}"}))
+
+    def _sends(self, name: str) -> bool:
+        """Whether this producer's payload goes by way of ingest."""
+        zmq = self._job.transport == "zmq" and name in self._job.producer_names
+        return zmq or name.startswith(REMOTE_PREFIX)
 
     def _ready(self, name: str, message: Ready) -> None:
         key = (message.step, message.index)
@@ -182,7 +222,7 @@ class Conductor:
             self.out += [(peer, Stop(reason=order)) for peer in self._peers_of_work()]
 
     def _peers_of_work(self) -> list[str]:
-        return self._job.producer_names + sorted(self._ranks) + [INGEST] * (self._job.transport == "zmq")
+        return self._job.producer_names + self.remotes + sorted(self._ranks) + [INGEST] * self._job.ingests
 
     def _pump(self) -> None:
         """Everything that the last event made possible."""
@@ -190,8 +230,7 @@ class Conductor:
         for lease in self.ledger.take_revocations():
             revoke = Revoke(step=lease.step, index=lease.index, kind=lease.kind, attempt=lease.attempt)
             self.out.append((lease.holder, revoke))
-        if self._job.transport == "shm" or INGEST in self._roles:  # else nobody would place what a producer sends
-            self._lease()
+        self._lease()
         for name, rank in self._ranks.items():
             while self._credit[rank] > 0 and (delivery := self.ledger.next_delivery(rank)) is not None:
                 self._credit[rank] -= 1
@@ -209,11 +248,13 @@ class Conductor:
         """Work for everyone who wants some, as far as there are slots."""
         waiting, self._wants = self._wants, []
         for name, kind in waiting:
-            lease = self.ledger.want(name, kind)
+            sends = self._sends(name)
+            # Without ingest nobody would place what is sent.
+            lease = self.ledger.want(name, kind) if INGEST in self._roles or not sends else None
             if lease is None:
                 self._wants.append((name, kind))
                 continue
-            if self._job.transport == "zmq":
+            if sends:
                 nbytes = table_bytes(self._table(lease.block_samples))
                 self.out.append((INGEST, Expect(holder=name, attempt=lease.attempt, slot=lease.slot, nbytes=nbytes)))
             self.out.append((name, self._lease_message(lease)))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from protocol.job import INGEST
+from protocol.job import INGEST, REMOTE_PREFIX
 from protocol.messages import (
     AnyMessage,
     Bad,
@@ -81,7 +81,7 @@ class Watch:
     ) -> None:
         self.produced = self.trained = 0
         self.stall: str | None = None
-        self._producers, self._consumers, self._limit_s = producers, consumers, limit_s
+        self._producers, self._consumers, self._limit_s = list(producers), consumers, limit_s
         self._ingest = [INGEST] if ingests else []
         self._moved = now
         self._due_s = limit_s
@@ -98,6 +98,13 @@ class Watch:
     def joined(self, name: str, now: float) -> None:
         self._loading.pop(name, None)
         self._heard[name] = now
+        if name.startswith(REMOTE_PREFIX):
+            self._producers.append(name)
+
+    def left(self, name: str) -> None:
+        """A producer of another host is not waited for any more."""
+        self._producers.remove(name)
+        self._forget(name)
 
     def heard(self, name: str, message: AnyMessage | Message, now: float) -> None:
         """A message of an admitted peer, heartbeats included."""
@@ -125,9 +132,7 @@ class Watch:
                     self._step(name, row["step"], now)
             case Gone(name=gone):
                 self._loading[gone] = now
-                self._heard.pop(gone, None)
-                self._wants.pop(gone, None)
-                self._leases = {attempt: work for attempt, work in self._leases.items() if work.name != gone}
+                self._forget(gone)
 
     def sent(self, name: str, message: Message, now: float) -> None:
         """A message to a peer."""
@@ -172,6 +177,11 @@ class Watch:
         return "; ".join([self._stage(gate, now), *silent])
 
     # --- inside ---
+
+    def _forget(self, name: str) -> None:
+        self._heard.pop(name, None)
+        self._wants.pop(name, None)
+        self._leases = {attempt: work for attempt, work in self._leases.items() if work.name != name}
 
     def _move(self, now: float) -> None:
         self._moved, self._due_s, self.stall = now, self._limit_s, None

@@ -119,6 +119,19 @@ class Expect(Message, frozen=True):
     nbytes: int
 
 
+class Fence(Message, frozen=True):
+    """coordinator -> ingest: nothing that `holder` has been leased so far may reach the ring any more, on whichever
+    connection it is under way. The slots stay the holder's until FENCED."""
+
+    holder: str
+
+
+class Fenced(Message, frozen=True):
+    """ingest -> coordinator: what `holder` was leased before FENCE is written no further, from here on."""
+
+    holder: str
+
+
 class Chunk(Message, frozen=True):
     """producer -> ingest, with the bytes as a second frame: they belong `offset` bytes into the slot of `attempt`.
     `checksum` is their xxh3 (64 bits); `last` ends the attempt and asks for an acknowledgement at once."""
@@ -245,6 +258,13 @@ class Gone(Message, frozen=True):
     name: str
 
 
+class Leave(Message, frozen=True):
+    """producer of another host -> coordinator, its last word in this session: what it was filling may be leased anew,
+    it sends nothing more of it."""
+
+    reason: str
+
+
 class Order(Message, frozen=True):
     """launcher -> coordinator: "stop" (checkpoint at the next step boundary, then end) or "done" (end now)."""
 
@@ -273,6 +293,8 @@ AnyMessage = (
     | Nack
     | Revoke
     | Expect
+    | Fence
+    | Fenced
     | Chunk
     | ChunkAck
     | Credit
@@ -288,6 +310,7 @@ AnyMessage = (
     | Report
     | Snapshot
     | Gone
+    | Leave
     | Order
     | Stop
     | Error

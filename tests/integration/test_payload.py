@@ -15,6 +15,7 @@ import xxhash
 import zmq
 
 from launch import ingest as ingest_module
+from launch.doors import Doors
 from launch.ingest import Ingest
 from producer import outlet as outlet_module
 from producer.outlet import ChunkOutlet
@@ -58,7 +59,7 @@ class Node:
         self._router = sockets.router(self._context, job.payload_address, sockets.PAYLOAD)
         self.address = self._router.last_endpoint.decode().rstrip("\0")
         self.paused, self._go_on = threading.Event(), threading.Event()
-        self.ingest = Ingest(job, TOKEN, self._router, self.arena, self.line)  # type: ignore[arg-type]
+        self.ingest = Ingest(job, TOKEN, Doors(self._router), self.arena, self.line)  # type: ignore[arg-type]
         self._thread = threading.Thread(target=self.ingest.run, daemon=True)
         self._thread.start()
 
@@ -152,10 +153,10 @@ def test_a_slow_ring_holds_the_sender_at_its_credit(node: Node, monkeypatch: pyt
     taken = [0]
     receive = Ingest._take
 
-    def take(self: Ingest, name: str, chunk: m.Chunk) -> None:
+    def take(self: Ingest, name: str, chunk: m.Chunk, router: zmq.Socket[bytes]) -> None:
         held_back.wait(20)
         taken[0] += 1
-        receive(self, name, chunk)
+        receive(self, name, chunk, router)
 
     monkeypatch.setattr(Ingest, "_take", take)
     sent = [0]
