@@ -7,14 +7,12 @@ person wants to see). The coordinator process feeds it and sends what it answers
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from protocol.block import Table, block_table, table_bytes
+from launch.descriptors import Descriptors, Samples
+from protocol.block import table_bytes
 from protocol.gate import STOP, VerifiedGate
-from protocol.grants import Delivery, Key, Lease
+from protocol.grants import Delivery, Key
 from protocol.job import INGEST, REMOTE_PREFIX, Job
 from protocol.ledger import Ledger
 from protocol.messages import (
@@ -43,7 +41,6 @@ from protocol.messages import (
     Verified,
     Want,
 )
-from protocol.messages import Lease as LeaseMessage
 from protocol.plan import Plan
 
 LAUNCHER = "launcher"
@@ -53,16 +50,6 @@ SENT_BY: dict[str, tuple[type[Message], ...]] = {
     INGEST: (Fenced,),
     LAUNCHER: (Gone, Order),
 }
-
-
-class Samples(Protocol):
-    """What is asked of the token dataset."""
-
-    lengths: NDArray[np.int64]
-
-    def tokens(self, index: int) -> NDArray[np.int32]: ...
-
-    def mask(self, index: int) -> NDArray[np.uint8]: ...
 
 
 class Conductor:
@@ -77,8 +64,8 @@ class Conductor:
         self.busy_s = 0.0
         self.streamed_bytes = 0
         self.numerics_changed = 0
-        self._job, self._plan, self._samples = job, plan, samples
-        self._lengths: list[int] = samples.lengths.tolist()
+        self._job, self._plan = job, plan
+        self._descriptors = Descriptors(job, plan, samples)
         ranks = len(job.consumers)
         quarantined = {int(sample): reason for sample, reason in job.quarantined.items()}
         self.ledger = Ledger(plan, job.slots, ranks, next_step=job.start_step, quarantined=quarantined)
@@ -197,7 +184,7 @@ class Conductor:
                 self.numerics_changed += message.halved
                 text = f"step {message.step} block {message.index}: a batch was halved {message.halved} times"
                 self.rows.append(("event", {"what": "numerics_changed", "text": text}))
-            self.produced_tokens += sum(self._lengths[sample] for sample in leased.samples)
+            self.produced_tokens += self._descriptors.tokens(leased.samples)
 
     def _bad(self, message: Bad) -> None:
         if held := self._current(message):
@@ -255,13 +242,9 @@ class Conductor:
                 self._wants.append((name, kind))
                 continue
             if sends:
-                nbytes = table_bytes(self._table(lease.block_samples))
+                nbytes = table_bytes(self._descriptors.table(lease.block_samples))
                 self.out.append((INGEST, Expect(holder=name, attempt=lease.attempt, slot=lease.slot, nbytes=nbytes)))
-            self.out.append((name, self._lease_message(lease)))
-
-    def _table(self, samples: tuple[int, ...]) -> Table:
-        tokens = sum(self._lengths[sample] for sample in samples)
-        return block_table(tokens, len(samples), self._job.width, self._job.dtype)
+            self.out.append((name, self._descriptors.lease(lease)))
 
     def _check_quarantine(self) -> None:
         if self.ledger.exhausted:
@@ -281,34 +264,9 @@ class Conductor:
         samples = {str(sample): reason for sample, reason in self.ledger.quarantined.items()}
         self.out += [(name, Quarantine(samples=samples)) for name in names]
 
-    def _lease_message(self, lease: Lease) -> LeaseMessage:
-        tokens = [self._samples.tokens(sample) for sample in lease.block_samples]
-        masks = [self._samples.mask(sample) for sample in lease.block_samples]
-        return LeaseMessage(
-            step=lease.step,
-            index=lease.index,
-            kind=lease.kind,
-            attempt=lease.attempt,
-            slot=lease.slot,
-            samples=lease.block_samples,
-            lengths=tuple(self._lengths[sample] for sample in lease.block_samples),
-            positions=tuple(lease.block_samples.index(sample) for sample in lease.samples),
-            token_ids=np.concatenate(tokens).astype("<i4").tobytes(),
-            loss_mask=np.concatenate(masks).tobytes(),
-        )
-
     def _deliver_message(self, delivery: Delivery) -> Deliver:
-        table = self._table(delivery.samples)
-        self.streamed_bytes += sum(spec.nbytes for spec in table)
-        return Deliver(
-            step=delivery.step,
-            index=delivery.index,
-            micro_step=delivery.micro_step,
-            micro_steps=self._plan.micro_steps(delivery.step),
-            epoch=self._plan.locate(delivery.step)[0],
-            attempt=delivery.attempt,
-            slot=-1 if delivery.slot is None else delivery.slot,
-            table=table,
-            samples=delivery.samples,
-            checksum=sum(self._sums.pop(part.attempt) for part in delivery.parts) % 2**64,
+        message = self._descriptors.deliver(
+            delivery, sum(self._sums.pop(part.attempt) for part in delivery.parts) % 2**64
         )
+        self.streamed_bytes += sum(spec.nbytes for spec in message.table)
+        return message

@@ -284,34 +284,9 @@ class Error(Message, frozen=True):
 
 
 AnyMessage = (
-    Hello
-    | Welcome
-    | Reject
-    | Want
-    | Lease
-    | Ready
-    | Nack
-    | Revoke
-    | Expect
-    | Fence
-    | Fenced
-    | Chunk
-    | ChunkAck
-    | Credit
-    | Deliver
-    | Verified
-    | Release
-    | Bad
-    | Reached
-    | Go
-    | Quarantine
-    | Checkpointed
-    | Heartbeat
-    | Report
-    | Snapshot
-    | Gone
-    | Leave
-    | Order
-    | Stop
-    | Error
-)
+    Hello | Welcome | Reject
+    | Want | Lease | Ready | Nack | Revoke
+    | Expect | Fence | Fenced | Chunk | ChunkAck
+    | Credit | Deliver | Verified | Release | Bad | Reached | Go | Quarantine | Checkpointed
+    | Heartbeat | Report | Snapshot | Gone | Leave | Order | Stop | Error
+)  # fmt: skip

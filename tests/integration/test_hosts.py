@@ -99,7 +99,8 @@ class Run:
         try:
             yield
         finally:
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):  # the run may have been killed
+                os.kill(pid, signal.SIGCONT)
 
     def wait_for_event(self, what: str, times: int = 1, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
