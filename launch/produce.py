@@ -39,7 +39,7 @@ def produce(path: Path, target: str | None, device: str | None, patience_s: floa
         join = read_join(path)
         _check_versions(path, join, say)
         folder = _find(join, target, say)
-        device = device or ("cuda:0" if visible_gpus() else "cpu")
+        device = _device(device, len(visible_gpus()))
         weights = target_fingerprint(folder, join.target, device)
         schema = schema_hash(weights, join.taps, join.dtype, join.width, join.plan_hash)
         # Results depend on the threads. Read when torch is imported, which nothing has done yet.
@@ -63,10 +63,18 @@ def _serve(join: Join, schema: str, folder: Path, device: str, patience_s: float
         if device != "cpu":
             torch.cuda.set_device(device)
         target = load_target(folder, join.target, device)
-    except (RuntimeError, ValueError) as error:  # no such device, or too small a one
-        raise RequestError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    except torch.OutOfMemoryError as error:
+        raise RequestError(f"--device {device}: the target does not fit: {str(error).splitlines()[0]}") from None
     with Taps(target.layers, join.taps) as taps:
         Remote(join, schema, target, taps, say).serve(patience_s)
+
+
+def _device(asked: str | None, gpus: int) -> str:
+    if asked is None:
+        return "cuda:0" if gpus else "cpu"
+    if asked != "cpu" and asked not in [f"cuda:{index}" for index in range(gpus)]:
+        raise RequestError(f"--device {asked}: write cpu or cuda:INDEX; {gpus} GPUs are visible on this host")
+    return asked
 
 
 def _find(join: Join, target: str | None, say: Say) -> Path:

@@ -91,16 +91,18 @@ class Run:
         return [row["text"] for row in self.workspace.rows(self.name, "event") if row["what"] == what]
 
     @contextmanager
-    def local_producer_stopped(self) -> Iterator[None]:
-        """Whoever fills blocks meanwhile is on another host; and the run does not end before this does."""
+    def local_side_stopped(self) -> Iterator[None]:
+        """Whoever fills blocks meanwhile is on another host; and the run cannot end before this does."""
         self.workspace.wait_for_step(self.name, 1)
-        pid = self.workspace.pid_of(self.name, "producer-0")
-        os.kill(pid, signal.SIGSTOP)
+        pids = [self.workspace.pid_of(self.name, child) for child in ("consumer-0", "producer-0")]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
         try:
             yield
         finally:
-            with suppress(ProcessLookupError):  # the run may have been killed
-                os.kill(pid, signal.SIGCONT)
+            for pid in pids:
+                with suppress(ProcessLookupError):  # the run may have been killed
+                    os.kill(pid, signal.SIGCONT)
 
     def wait_for_event(self, what: str, times: int = 1, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
@@ -227,12 +229,12 @@ def test_cut_in_the_middle_of_chunks_and_killed_it_costs_nothing_but_time(
     run = start("cut", "--set", f"hosts.curve={str(curve).lower()}")
     assert stat.S_IMODE(run.join_path.stat().st_mode) == 0o600
     assert bool(run.join.server_key) == curve
-    # A block is a chunk of some 20 kB, and what is said up to the first LEASE some 1 kB.
+    # A block is a chunk of some 20 kB; HELLO is half said after 300 bytes, and after 1,500 some blocks are filled.
     never = 1 << 60
     payload = proxy(run.join.payload_address, [3_000, 20_000, never], hold=30_000)
-    control = proxy(run.join.address, [never, 700, never, 1_500])
+    control = proxy(run.join.address, [never, 300, never, 1_500])
     host = run.host("far", run.invite(address=control.address, payload_address=payload.address))
-    with run.local_producer_stopped():
+    with run.local_side_stopped():
         assert payload.held.wait(60), host.said
         assert (payload.made, control.made) == (2, 2), host.said
         assert host.said.count("trying again") >= 4
@@ -260,7 +262,7 @@ def test_who_does_not_belong_is_refused_with_a_reason_and_the_run_goes_on(
     other = run.host("other", run.invite(), "--target", str(make_folder("qwen3", "other")))
     assert other.end() == 2
     assert "these are not the weights of run guarded" in other.said
-    with run.local_producer_stopped():
+    with run.local_side_stopped():
         host.wait_for("joined run guarded")
         schema = json.loads((run.workspace.runs / "guarded" / "job.json").read_text())["schema"]
 
@@ -328,7 +330,7 @@ def test_it_leaves_at_once_when_told_and_gives_up_when_the_run_is_out_of_reach(s
     wrong = run.host("wrong", run.invite("wrong", token="guess"))
     hosts = {number: run.host(number.name, run.invite()) for number in (signal.SIGINT, signal.SIGTERM)}
     lost = run.host("lost", run.invite(), "--patience", "3")
-    with run.local_producer_stopped():
+    with run.local_side_stopped():
         for host in (*hosts.values(), lost):
             host.wait_for("joined run left")
         for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 75)):
@@ -352,7 +354,7 @@ def test_it_leaves_at_once_when_told_and_gives_up_when_the_run_is_out_of_reach(s
 def test_a_host_that_stands_still_is_given_up_and_comes_again(start: Any, calm: Any) -> None:
     run = start("still")
     host = run.host("far", run.invite())
-    with run.local_producer_stopped():
+    with run.local_side_stopped():
         host.wait_for("joined run still")
         host.process.send_signal(signal.SIGSTOP)
         run.wait_for_event("left", timeout_s=60)
