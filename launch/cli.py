@@ -157,6 +157,21 @@ def export(
 
 
 @app.command()
+def produce(
+    join: Annotated[Path, typer.Argument(metavar="JOIN.json", help="of a run with hosts.listen: runs/NAME/join.json")],
+    target: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="where the target lies here, if not where the run has it")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:0, ...; else the first GPU, or the CPU")] = None,
+    patience_s: Annotated[float, typer.Option("--patience", help="seconds to try when out of reach", min=0)] = 600,
+) -> None:
+    """One producer for a run on another host, until that run ends."""
+    from launch.produce import produce as serve
+
+    raise typer.Exit(serve(join, target, device, patience_s, say))
+
+
+@app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="also check this config's needs")] = None,
     golden: Annotated[list[Path] | None, typer.Option(help="recompute a golden training step; repeatable")] = None,

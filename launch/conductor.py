@@ -7,24 +7,23 @@ person wants to see). The coordinator process feeds it and sends what it answers
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from protocol.block import Table, block_table, table_bytes
+from launch.descriptors import Descriptors, Samples
+from protocol.block import table_bytes
 from protocol.gate import ABANDON, STOP, VerifiedGate
-from protocol.grants import Delivery, Key, Lease
-from protocol.job import INGEST, Job
+from protocol.grants import Delivery, Key
+from protocol.job import INGEST, REMOTE_PREFIX, Job
 from protocol.ledger import Ledger
 from protocol.messages import (
     AnyMessage,
     Bad,
     Checkpointed,
     Credit,
-    Deliver,
     Error,
     Expect,
+    Fence,
+    Fenced,
     Go,
     Gone,
     Hello,
@@ -42,26 +41,15 @@ from protocol.messages import (
     Verified,
     Want,
 )
-from protocol.messages import Lease as LeaseMessage
 from protocol.plan import Plan
 
 LAUNCHER = "launcher"
 SENT_BY: dict[str, tuple[type[Message], ...]] = {
     "producer": (Want, Ready, Nack),
     "consumer": (Credit, Verified, Release, Bad, Reached, Report, Checkpointed),
-    INGEST: (),
+    INGEST: (Fenced,),
     LAUNCHER: (Gone, Rewind, Order),
 }
-
-
-class Samples(Protocol):
-    """What is asked of the token dataset."""
-
-    lengths: NDArray[np.int64]
-
-    def tokens(self, index: int) -> NDArray[np.int32]: ...
-
-    def mask(self, index: int) -> NDArray[np.uint8]: ...
 
 
 class Conductor:
@@ -76,8 +64,8 @@ class Conductor:
         self.busy_s = 0.0
         self.streamed_bytes = 0
         self.numerics_changed = 0
-        self._job, self._plan, self._samples = job, plan, samples
-        self._lengths: list[int] = samples.lengths.tolist()
+        self._job, self._plan = job, plan
+        self._descriptors = Descriptors(job, plan, samples)
         ranks = len(job.consumers)
         quarantined = {int(sample): reason for sample, reason in job.quarantined.items()}
         self.ledger = Ledger(plan, job.slots, ranks, next_step=job.start_step, quarantined=quarantined)
@@ -86,8 +74,8 @@ class Conductor:
         self._ranks: dict[str, int] = {}
         self._credit: Counter[int] = Counter()
         self._wants: list[tuple[str, str]] = []
-        self._sums: dict[int, int] = {}  # lease attempt -> checksum
         self._held: dict[Key, Delivery] = {}
+        self._closing: dict[str, str] = {}  # gone, and ingest has not yet said that nothing more of it is written
         self._known_quarantined = len(quarantined)
 
     # --- events ---
@@ -99,7 +87,24 @@ class Conductor:
             self._ranks[hello.name] = hello.rank
             self._credit[hello.rank] = 0
             self._tell_quarantine([hello.name])
+        if hello.name.startswith(REMOTE_PREFIX):
+            self.rows.append(("event", {"what": "joined", "text": f"{hello.name} has joined from {hello.host}"}))
         self._pump()
+
+    @property
+    def remotes(self) -> list[str]:
+        """The producers of other hosts that are here."""
+        return [name for name in self._roles if name.startswith(REMOTE_PREFIX)]
+
+    def left(self, name: str, reason: str) -> None:
+        """A producer of another host has left, or is held to have: nothing of it is heard from here on."""
+        del self._roles[name]
+        self._gone(name, f"has left ({reason})")
+        self._pump()
+
+    def closing(self, name: str) -> bool:
+        """Whether a peer that is gone still holds slots, so that nobody may join under its name."""
+        return name in self._closing
 
     def handle(self, name: str, message: AnyMessage) -> bool:
         """One message of an admitted peer. False when its role has no such message to send: nothing came of it."""
@@ -123,7 +128,7 @@ class Conductor:
                     self.gate.verified(held.step, held.micro_step, held.rank)
             case Release():
                 if self.ledger.release((message.step, message.index), message.attempt):
-                    self._forget(self._held.pop((message.step, message.index)))
+                    self._descriptors.done_with(self._held.pop((message.step, message.index)))
             case Bad():
                 self._bad(message)
             case Reached(step=step):
@@ -133,10 +138,13 @@ class Conductor:
             case Checkpointed(next_step=step, stall_s=stall_s, write_s=write_s):
                 row = {"what": "checkpoint", "text": f"checkpoint at step {step}", "step": step}
                 self.rows.append(("event", row | {"stall_s": stall_s, "write_s": write_s}))
-            case Gone():
-                self._gone(message)
+            case Gone(name=gone, reaped=reaped):
+                self._gone(gone, "is gone", reaped)
             case Rewind():
                 self._rewind(message)
+            case Fenced(holder=holder):
+                if (how := self._closing.pop(holder, None)) is not None:
+                    self._reopen(holder, how)
             case Order(order=order):
                 self._order(order)
         self._pump()
@@ -144,21 +152,40 @@ class Conductor:
 
     # --- inside ---
 
-    def _gone(self, message: Gone) -> None:
-        """A producer has ended: what it was filling is open again, or, while it may still write, lost."""
-        name = message.name
+    def _gone(self, name: str, how: str, reaped: bool = True) -> None:
+        """A child has been reaped, or a remote producer has left. What it was filling is open again, but what it has
+        sent may still lie in a socket of ingest's, and the slot's next writer may be one that ingest knows nothing of:
+        so ingest is asked first. One that maps the ring and does not end may write for ever."""
         self._wants = [want for want in self._wants if want[0] != name]
-        if message.reaped:
-            reopened = self.ledger.holder_died(name)
-            blocks = ", ".join(f"step {lease.step} block {lease.index}" for lease in reopened) or "none"
-            text = f"{name} is gone; blocks to lease anew: {blocks}"
+        self._unsay((name,))
+        if self._sends(name) and INGEST in self._roles:
+            self._closing[name] = how
+            self.out.append((INGEST, Fence(holder=name)))
+        elif reaped:
+            self._reopen(name, how)
         else:
             slots = ", ".join(map(str, self.ledger.holder_lost(name))) or "none"
             text = f"{name} was killed and does not end: it is not started again; slots of the ring lost: {slots}"
-        self.rows.append(("event", {"what": "gone", "text": text}))
+            self.rows.append(("event", {"what": "gone", "text": text}))
+
+    def _reopen(self, name: str, how: str) -> None:
+        reopened = self.ledger.holder_died(name)
+        blocks = ", ".join(f"step {lease.step} block {lease.index}" for lease in reopened) or "none"
+        what = "left" if name.startswith(REMOTE_PREFIX) else "gone"
+        self.rows.append(("event", {"what": what, "text": f"{name} {how}; blocks to lease anew: {blocks}"}))
+
+    def _unsay(self, names: tuple[str, ...]) -> None:
+        """What these have not even been told must not reach whoever joins under their names."""
+        self.out = [(to, message) for to, message in self.out if to not in names]
+
+    def _sends(self, name: str) -> bool:
+        """Whether this producer's payload goes by way of ingest."""
+        zmq = self._job.transport == "zmq" and name in self._job.producer_names
+        return zmq or name.startswith(REMOTE_PREFIX)
 
     def _rewind(self, message: Rewind) -> None:
         """Every rank has ended: the run goes back to a checkpoint, and what lies in the ring for later steps stays."""
+        self._unsay(message.names)
         for name in message.names:
             self._ranks.pop(name, None)
             self._roles.pop(name, None)
@@ -177,27 +204,22 @@ class Conductor:
         key = (message.step, message.index)
         leased = next((lease for lease in self.ledger.live_leases if lease.attempt == message.attempt), None)
         if self.ledger.ready(key, message.kind, message.attempt, name) and leased is not None:
-            self._sums[message.attempt] = message.checksum
+            self._descriptors.filled(message.attempt, message.checksum)
             self.busy_s += message.busy_s
             if message.halved:
                 self.numerics_changed += message.halved
                 text = f"step {message.step} block {message.index}: a batch was halved {message.halved} times"
                 self.rows.append(("event", {"what": "numerics_changed", "text": text}))
-            self.produced_tokens += sum(self._lengths[sample] for sample in leased.samples)
+            self.produced_tokens += self._descriptors.tokens(leased.samples)
 
     def _bad(self, message: Bad) -> None:
         if held := self._current(message):
             self.gate.bad(held.step, held.micro_step, held.rank)
-            self._forget(self._held.pop(held.key))
+            self._descriptors.done_with(self._held.pop(held.key))
             self.rows.append(
                 ("event", {"what": "bad", "text": f"step {held.step} block {held.index}: {message.reason}"})
             )
             self.ledger.bad(held.key, message.attempt, message.samples or None, message.reason)
-
-    def _forget(self, delivery: Delivery) -> None:
-        """The parts of a delivery are needed no more. Until then it may be delivered again, after a rewind."""
-        for part in delivery.parts:
-            self._sums.pop(part.attempt, None)
 
     def _current(self, message: Verified | Bad) -> Delivery | None:
         """The delivery that a consumer speaks of, unless it is an earlier one."""
@@ -215,7 +237,7 @@ class Conductor:
             self.out += [(peer, Stop(reason=order)) for peer in self._peers_of_work()]
 
     def _peers_of_work(self) -> list[str]:
-        return self._job.producer_names + sorted(self._ranks) + [INGEST] * (self._job.transport == "zmq")
+        return self._job.producer_names + self.remotes + sorted(self._ranks) + [INGEST] * self._job.ingests
 
     def _pump(self) -> None:
         """Everything that the last event made possible."""
@@ -223,40 +245,39 @@ class Conductor:
         for lease in self.ledger.take_revocations():
             revoke = Revoke(step=lease.step, index=lease.index, kind=lease.kind, attempt=lease.attempt)
             self.out.append((lease.holder, revoke))
-        if self._job.transport == "shm" or INGEST in self._roles:  # else nobody would place what a producer sends
-            self._lease()
+        self._lease()
         for name, rank in self._ranks.items():
             while self._credit[rank] > 0 and (delivery := self.ledger.next_delivery(rank)) is not None:
                 self._credit[rank] -= 1
                 self._held[delivery.key] = delivery
-                self.out.append((name, self._deliver_message(delivery)))
+                message = self._descriptors.deliver(delivery)
+                self.streamed_bytes += sum(spec.nbytes for spec in message.table)
+                self.out.append((name, message))
         # A GO that a rank is not there to hear would be lost.
         complete = len(self._ranks) == len(self._job.consumers)
         while complete and (go := self.gate.go()) is not None:
             stop = STOP in go.orders
             self.ledger.paused = self.ledger.paused or stop
-            message = Go(step=go.step, micro_step=go.micro_step, stop=stop)
-            self.out += [(name, message) for name in self._ranks]
+            order = Go(step=go.step, micro_step=go.micro_step, stop=stop)
+            self.out += [(name, order) for name in self._ranks]
 
     def _lease(self) -> None:
         """Work for everyone who wants some, as far as there are slots."""
         waiting, self._wants = self._wants, []
         for name, kind in waiting:
-            lease = self.ledger.want(name, kind)
+            sends = self._sends(name)
+            # Without ingest nobody would place what is sent.
+            lease = self.ledger.want(name, kind) if INGEST in self._roles or not sends else None
             if lease is None:
                 self._wants.append((name, kind))
                 continue
             if self.ledger.history((lease.step, lease.index)) != (0, 0):
                 text = f"step {lease.step} block {lease.index} is leased again, to {name}"
                 self.rows.append(("event", {"what": "leased again", "text": text}))
-            if self._job.transport == "zmq":
-                nbytes = table_bytes(self._table(lease.block_samples))
+            if sends:
+                nbytes = table_bytes(self._descriptors.table(lease.block_samples))
                 self.out.append((INGEST, Expect(holder=name, attempt=lease.attempt, slot=lease.slot, nbytes=nbytes)))
-            self.out.append((name, self._lease_message(lease)))
-
-    def _table(self, samples: tuple[int, ...]) -> Table:
-        tokens = sum(self._lengths[sample] for sample in samples)
-        return block_table(tokens, len(samples), self._job.width, self._job.dtype)
+            self.out.append((name, self._descriptors.lease(lease)))
 
     def _check_quarantine(self) -> None:
         if self.ledger.exhausted:
@@ -275,36 +296,3 @@ class Conductor:
     def _tell_quarantine(self, names: list[str]) -> None:
         samples = {str(sample): reason for sample, reason in self.ledger.quarantined.items()}
         self.out += [(name, Quarantine(samples=samples)) for name in names]
-
-    def _lease_message(self, lease: Lease) -> LeaseMessage:
-        tokens = [self._samples.tokens(sample) for sample in lease.block_samples]
-        masks = [self._samples.mask(sample) for sample in lease.block_samples]
-        return LeaseMessage(
-            step=lease.step,
-            index=lease.index,
-            kind=lease.kind,
-            attempt=lease.attempt,
-            slot=lease.slot,
-            samples=lease.block_samples,
-            lengths=tuple(self._lengths[sample] for sample in lease.block_samples),
-            positions=tuple(lease.block_samples.index(sample) for sample in lease.samples),
-            token_ids=np.concatenate(tokens).astype("<i4").tobytes(),
-            loss_mask=np.concatenate(masks).tobytes(),
-        )
-
-    def _deliver_message(self, delivery: Delivery) -> Deliver:
-        table = self._table(delivery.samples)
-        self.streamed_bytes += sum(spec.nbytes for spec in table)
-        return Deliver(
-            step=delivery.step,
-            index=delivery.index,
-            micro_step=delivery.micro_step,
-            micro_steps=self._plan.micro_steps(delivery.step),
-            epoch=self._plan.locate(delivery.step)[0],
-            attempt=delivery.attempt,
-            slot=-1 if delivery.slot is None else delivery.slot,
-            table=table,
-            samples=delivery.samples,
-            writers=tuple(part.attempt for part in delivery.parts),
-            checksum=sum(self._sums[part.attempt] for part in delivery.parts) % 2**64,
-        )

@@ -18,6 +18,8 @@ import msgspec
 
 from consumer.config import DrafterConfig, EvalConfig, TrainConfig
 from consumer.config import check as check_consumer
+from launch.hosts import HostsConfig
+from launch.hosts import check as check_hosts
 from launch.placement import GpusConfig
 from launch.toml_lines import Place, place_of, toml_lines
 from producer.config import EMBEDDED, DataConfig, TargetConfig
@@ -47,6 +49,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     train: TrainConfig = TrainConfig()
     ring: RingConfig = RingConfig()
     gpus: GpusConfig = GpusConfig()
+    hosts: HostsConfig = HostsConfig()
     eval: EvalConfig = EvalConfig()
 
 
@@ -74,6 +77,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
         _check_run(config.run)
         check_producer(config.target, config.data)
         check_consumer(config.drafter, config.train, config.eval)
+        check_hosts(config.hosts)
     except RequestError as error:
         raise RequestError(f"{path}{_line(lines, str(error))}: {error}") from None
     except msgspec.ValidationError as error:

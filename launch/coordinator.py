@@ -1,6 +1,6 @@
 """The coordinator process: `python -P -m launch.coordinator RUN_DIR`, started by the launcher.
 
-A thin shell around `launch.conductor`: one ROUTER socket, one thread, one metrics file. It never touches payload.
+A thin shell around `launch.conductor`: its ROUTER sockets, one thread, one metrics file. It never touches payload.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any
 
 import zmq
 
-from launch.admission import refusal
+from launch.admission import refusal, remote_refusal
 from launch.awake import AwakeClock
 from launch.conductor import LAUNCHER, Conductor
+from launch.doors import Doors, Seat, opened
 from launch.metrics import Journal
+from launch.remotes import REMOTE_SILENCE_S, Remotes
 from launch.stall import Watch
 from launch.tally import Tally
 from launch.utilisation import run_costs
@@ -26,7 +28,20 @@ from protocol.codec import Envelope, decode, encode
 from protocol.dataset import TokenDataset
 from protocol.errors import ProtocolError
 from protocol.job import INGEST, Job, read_job, run_token
-from protocol.messages import AnyMessage, Gone, Heartbeat, Hello, Hung, Message, Reject, Rewind, Snapshot, Welcome
+from protocol.messages import (
+    AnyMessage,
+    Gone,
+    Heartbeat,
+    Hello,
+    Hung,
+    Leave,
+    Message,
+    Reject,
+    Rewind,
+    Snapshot,
+    Stop,
+    Welcome,
+)
 from protocol.plan import Plan
 
 HEARTBEAT_S = 2.0
@@ -41,93 +56,122 @@ log = logging.getLogger(__name__)
 class Coordinator:
     """Sockets and clock of one start of a run; every decision is the conductor's."""
 
-    def __init__(self, run_dir: Path, router: zmq.Socket[bytes]) -> None:
+    def __init__(self, run_dir: Path, doors: Doors) -> None:
         self.job: Job = read_job(run_dir)
         dataset = TokenDataset.open(Path(self.job.dataset_dir))
         plan = Plan(dataset.lengths, dataset.eligible, self.job.plan, dataset.fingerprint)
         self.conductor = Conductor(self.job, plan, dataset)
         self.tally = Tally(self.job, plan.total_steps, run_costs(self.job, run_dir, dataset))
         names = self.job.producer_names, self.job.consumer_names
-        ingests = self.job.transport == "zmq"
         self._awake = AwakeClock()
-        self.watch = Watch(*names, self.job.start_step, self._awake(), ingests=ingests, hang_s=self.job.hang_s)
+        start, ingests = self.job.start_step, self.job.ingests
+        self.watch = Watch(*names, start, self._awake(), ingests=ingests, hang_s=self.job.hang_s)
         self._told_hung: set[str] = set()
         self._journal = Journal(run_dir / "metrics.jsonl")
-        self._router = router
+        self._doors = doors
+        self._remotes = Remotes(self.job.hosts.producers if self.job.hosts is not None else 0)
         self._envelope = Envelope(self.job.run_id, self.job.incarnation)
         self._token = run_token()
         self._expected = {LAUNCHER, INGEST, *self.job.producer_names, *self.job.consumer_names}
-        self._identities: dict[str, bytes] = {}
-        self._names: dict[bytes, str] = {}
-        self._unreachable: set[bytes] = set()
-        self._successors: dict[str, tuple[bytes, Hello, Envelope]] = {}
+        self._seats: dict[str, Seat] = {}
+        self._names: dict[Seat, str] = {}
+        self._unreachable: set[Seat] = set()
+        self._cut: list[Seat] = []
+        self._successors: dict[str, tuple[Seat, Hello, Envelope]] = {}
         self._due = dict.fromkeys((HEARTBEAT_S, SNAPSHOT_S, STREAM_ROW_S), time.monotonic())
 
     def run(self) -> None:
         """Until the launcher orders the end. Raises ProtocolError when a message cannot be from this run."""
         while not self.conductor.ended:
-            if self._router.poll(POLL_MS):
-                # A bounded turn: a flood of frames must not keep answers and heartbeats waiting.
-                for _ in range(FRAMES_A_TURN):
-                    if self.conductor.ended or not self._router.poll(0):
-                        break
-                    # A frame is one part; of several, which no peer of ours sends, the whole is refused.
-                    identity, *parts = self._router.recv_multipart()
-                    self._receive(identity, b"".join(parts))
+            self._doors.wait(POLL_MS)
+            # A bounded turn: a flood of frames must not keep answers and heartbeats waiting.
+            for remote, router in self._doors.messages(FRAMES_A_TURN):
+                # A frame is one part; of several, which no peer of ours sends, the whole is refused.
+                identity, *parts = router.recv_multipart()
+                self._receive(Seat(remote, identity), b"".join(parts))
+                if self.conductor.ended:
+                    break
             self._flush()
             self._tick(time.monotonic())
         self._flush()
         self._journal.write("stream", self._state(time.monotonic()))
 
-    def _receive(self, identity: bytes, frame: bytes) -> None:
+    def _receive(self, seat: Seat, frame: bytes) -> None:
         try:
             envelope, message = decode(frame)
         except ProtocolError as error:
-            self._send_to(identity, Reject(reason=str(error)))
+            self._send_to(seat, Reject(reason=str(error)))
             return
         if isinstance(message, Hello):
-            self._join(identity, message, envelope)
-        elif (name := self._names.get(identity)) is not None:
+            self._join(seat, message, envelope)
+        elif (name := self._names.get(seat)) is not None:
+            if seat.remote:
+                self._remotes.heard(name, self._awake())
             if isinstance(message, Heartbeat):
                 self.watch.heard(name, message, self._awake())
+            elif isinstance(message, Leave) and seat.remote:
+                self._part(name, message.reason)
             else:
                 self._dispatch(name, message)
 
-    def _join(self, identity: bytes, hello: Hello, envelope: Envelope) -> None:
-        reason = refusal(self.job, self._token, self._expected, hello, envelope)
+    def _join(self, seat: Seat, hello: Hello, envelope: Envelope) -> None:
+        if seat.remote:
+            reason = remote_refusal(self.job, self._doors.token, hello, envelope) or self._remotes.refusal(hello.name)
+        else:
+            reason = refusal(self.job, self._token, self._expected, hello, envelope)
+        if reason is None and seat in self._names:
+            reason = f"this connection has joined as {self._names[seat]}"
         if reason is not None:
-            log.warning("refused %r (pid %s): %s", hello.name, hello.pid, reason)
-            self._send_to(identity, Reject(reason=reason))
+            log.warning("refused %.120r (pid %s): %s", hello.name, hello.pid, reason)
+            self._send_to(seat, Reject(reason=reason))
             return
-        if hello.name in self._identities:
-            # A restarted producer whose predecessor's GONE is still under way, on another connection: it waits for it.
+        if seat.remote and hello.name in self._seats:
+            # It alone has this name, and has begun anew: whatever became of its last connection, that is over.
+            self._dismiss(hello.name, "it has come again on another connection")
+        if hello.name in self._seats or self.conductor.closing(hello.name):
+            # A restarted producer whose predecessor's GONE is still under way, on another connection, or has come and
+            # is not yet done with: it waits for that.
             log.info("%s is here twice: the one with pid %s waits", hello.name, hello.pid)
-            self._successors[hello.name] = (identity, hello, envelope)
+            self._successors[hello.name] = (seat, hello, envelope)
             return
         log.info("%s joined (pid %s on %s)", hello.name, hello.pid, hello.host)
-        self._identities[hello.name], self._names[identity] = identity, hello.name
+        self._seats[hello.name], self._names[seat] = seat, hello.name
         welcome = Welcome(slots=self.job.slots, slot_bytes=self.job.slot_bytes, heartbeat_s=HEARTBEAT_S)
-        self._send_to(identity, welcome)
+        self._send_to(seat, welcome)
+        if seat.remote:
+            self._remotes.heard(hello.name, self._awake())
         self.watch.joined(hello.name, self._awake())
         self._told_hung.discard(hello.name)
         self.conductor.joined(hello)
+
+    def _dismiss(self, name: str, reason: str) -> None:
+        """Ends the session of a remote producer that may not know of it."""
+        self._send_to(self._seats[name], Stop(reason=f"this session is over: {reason}"))
+        self._part(name, reason)
+
+    def _part(self, name: str, reason: str) -> None:
+        """A session of a remote producer is over: what still comes on its connection is from nobody."""
+        del self._names[self._seats.pop(name)]
+        self._remotes.left(name)
+        self.watch.left(name)
+        self.conductor.left(name, reason)
+        self._seat_successors()
 
     def _dispatch(self, name: str, message: AnyMessage) -> None:
         if self.conductor.handle(name, message):
             self.tally.note(message, time.monotonic())
             self.watch.heard(name, message, self._awake())
-            if isinstance(message, Gone):
-                self._forget((message.name,))
-            elif isinstance(message, Rewind):
-                self._forget(message.names)
+            if isinstance(message, Gone | Rewind):
+                for ended in (message.name,) if isinstance(message, Gone) else message.names:
+                    if (seat := self._seats.pop(ended, None)) is not None:
+                        del self._names[seat]
+            self._seat_successors()
 
-    def _forget(self, names: tuple[str, ...]) -> None:
-        """Children that have ended; whoever came in their place meanwhile joins."""
-        for name in names:
-            self._names.pop(self._identities.pop(name, b""), None)
-        for name in names:
-            if (successor := self._successors.pop(name, None)) is not None:
-                self._join(*successor)
+    def _seat_successors(self) -> None:
+        """Lets in who waited until its predecessor was done with."""
+        for name in list(self._successors):
+            if name not in self._seats and not self.conductor.closing(name):
+                self._join(*self._successors.pop(name))
 
     def _flush(self) -> None:
         for kind, row in self.conductor.rows:
@@ -138,37 +182,47 @@ class Coordinator:
         self.conductor.rows.clear()
         pending, self.conductor.out = self.conductor.out, []
         for name, message in pending:
-            if (identity := self._identities.get(name)) is not None:
+            if (seat := self._seats.get(name)) is not None:
                 self.watch.sent(name, message, self._awake())
-                self._send_to(identity, message)
+                self._send_to(seat, message)
 
-    def _send_to(self, identity: bytes, message: Message) -> None:
+    def _send_to(self, seat: Seat, message: Message) -> None:
         try:
-            self._router.send_multipart([identity, encode(message, self._envelope)], zmq.NOBLOCK)
+            self._doors.send(seat, encode(message, self._envelope))
         except zmq.ZMQError as error:
             # It has left, at the end, or it is dead: the launcher reaps it and says so, and its work is granted again.
-            if identity not in self._unreachable:
-                self._unreachable.add(identity)
-                log.info("%s hears nothing any more: %s", self._names.get(identity, "a stranger"), error)
+            if seat.remote and error.errno == zmq.EHOSTUNREACH and seat in self._names:
+                self._cut.append(seat)
+            if seat not in self._unreachable:
+                self._unreachable.add(seat)
+                log.info("%s hears nothing any more: %s", self._names.get(seat, "a stranger"), error)
 
     def _tick(self, now: float) -> None:
+        while self._cut:
+            # No launcher reaps a producer of another host, and one that was cut off comes again as somebody new.
+            if (name := self._names.get(self._cut.pop())) is not None:
+                self._part(name, "its connection was cut")
+        for name in self._remotes.silent(self._awake()):
+            self._dismiss(name, f"nothing was heard of it for {REMOTE_SILENCE_S:.0f} s")
         if self._is_due(HEARTBEAT_S, now):
-            for identity in self._names:
-                self._send_to(identity, Heartbeat(progress=0))
-        if self._is_due(SNAPSHOT_S, now) and (launcher := self._identities.get(LAUNCHER)):
+            for seat in self._names:
+                self._send_to(seat, Heartbeat(progress=0))
+        if self._is_due(SNAPSHOT_S, now) and (launcher := self._seats.get(LAUNCHER)):
             self._look(launcher)
             self._send_to(launcher, Snapshot(state=self._state(now)))
         if self._is_due(STREAM_ROW_S, now):
             self._journal.write("stream", self._state(now))
 
-    def _look(self, launcher: bytes) -> None:
+    def _look(self, launcher: Seat) -> None:
         """Says what is waited for, when that is due, and who hangs, once for each start of a child."""
         gate, now = self.conductor.gate, self._awake()
         if line := self.watch.look(gate, self.conductor.ledger.counts["ready"], now):
             self._journal.write("event", {"what": "stall", "text": line})
             log.info("%s", line)
         for name, reason in self.watch.hung(gate, now).items():
-            if name not in self._told_hung:
+            if name in self._seats and self._seats[name].remote:
+                self._dismiss(name, reason)
+            elif name not in self._told_hung:
                 self._told_hung.add(name)
                 self._journal.write("event", {"what": "hang", "text": f"{name} hangs: {reason}"})
                 log.warning("%s hangs: %s", name, reason)
@@ -185,8 +239,11 @@ class Coordinator:
 
 
 def main(run_dir: Path) -> None:
-    with zmq.Context() as context, sockets.router(context, read_job(run_dir).address) as router:
-        Coordinator(run_dir, router).run()
+    job = read_job(run_dir)
+    remote = job.hosts.address if job.hosts is not None else None
+    limits = sockets.CONTROL, sockets.FROM_HOSTS
+    with zmq.Context() as context, opened(context, job.address, remote, limits) as doors:
+        Coordinator(run_dir, doors).run()
         # `linger=0` would drop the last words, so they get a moment.
         time.sleep(0.2)
 

@@ -43,9 +43,12 @@ COMPILED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACIT
 class Crew:
     """The processes of one start of a run and the launcher's line to the coordinator."""
 
-    def __init__(self, job: Job, run_dir: Path, ring_fd: int, signals: Signals, screen: Screen) -> None:
+    def __init__(
+        self, job: Job, run_dir: Path, ring_fd: int, signals: Signals, screen: Screen, hosts: dict[str, str]
+    ) -> None:
         self._job, self._run_dir, self._ring_fd = job, run_dir, ring_fd
         self._signals, self._screen = signals, screen
+        self._hosts = hosts  # what only those who listen to other hosts may know
         token = secrets.token_hex(32)
         threads = str(threads_per_process())
         base = {"OMP_NUM_THREADS": threads, TOKEN_VARIABLE: token}
@@ -66,7 +69,7 @@ class Crew:
         self._start("coordinator")
         greeting = hello("launcher", "launcher", 0, self._token, self._job.schema)
         self._peer = Peer(self._job.address, self._job.run_id, greeting, self._job.hang_s)
-        ingest = [INGEST] if self._job.transport == "zmq" else []
+        ingest = [INGEST] if self._job.ingests else []
         for name in (*ingest, *self._job.producer_names, *self._job.consumer_names):
             self._start(name)
         while True:
@@ -106,6 +109,7 @@ class Crew:
         maps_ring = role == "consumer" or name == INGEST or (role == "producer" and self._job.transport == "shm")
         arguments = [str(self._run_dir), *([index] if index else []), *([str(self._ring_fd)] if maps_ring else [])]
         environment = self._environment | ({"RANK": index, "LOCAL_RANK": index} if role == "consumer" else {})
+        environment = environment | (self._hosts if name in ("coordinator", INGEST) else {})
         log_path = self._run_dir / "log" / f"{name}.log"
         fds = [self._ring_fd] if maps_ring else []
         self._children[name] = Child(name, module, arguments, log_path, environment, fds)

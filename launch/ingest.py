@@ -1,12 +1,14 @@
 """The ingest process: `python -P -m launch.ingest RUN_DIR RING_FD`, started by the launcher when payload travels over
 ZeroMQ. It alone writes the ring for producers that do not map it.
 
-A thin shell around `launch.intake`: one ROUTER for payload, and a line to the coordinator, which says whose bytes
-belong where. Each chunk is received straight into its slot.
+A thin shell around `launch.intake`: ROUTERs for payload, and a line to the coordinator, which says whose bytes belong
+where. Each chunk is received straight into its slot. One thread does all of it, so FENCED means that the last byte of
+an earlier lease has been written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -16,7 +18,8 @@ from pathlib import Path
 import xxhash
 import zmq
 
-from launch.admission import refusal
+from launch.admission import refusal, remote_refusal
+from launch.doors import Doors, Seat, opened
 from launch.intake import Intake
 from protocol import sockets
 from protocol.arena import Arena
@@ -24,7 +27,7 @@ from protocol.child import run_child
 from protocol.codec import Envelope, decode, encode
 from protocol.errors import ProtocolError, RunError
 from protocol.job import INGEST, Job, read_job, run_token
-from protocol.messages import Chunk, ChunkAck, Expect, Hello, Message, Reject, Stop, Welcome
+from protocol.messages import Chunk, ChunkAck, Expect, Fence, Fenced, Hello, Message, Reject, Stop, Welcome
 from protocol.peer import Peer, hello
 
 POLL_MS = 1000
@@ -34,30 +37,26 @@ log = logging.getLogger(__name__)
 
 
 class Ingest:
-    """Takes chunks from `router` into `arena` as the coordinator, at the other end of `peer`, says."""
+    """Takes chunks through `doors` into `arena` as the coordinator, at the other end of `peer`, says."""
 
-    def __init__(self, job: Job, token: str, router: zmq.Socket[bytes], arena: Arena, peer: Peer) -> None:
-        self._job, self._token, self._router, self._arena, self._peer = job, token, router, arena, peer
+    def __init__(self, job: Job, token: str, doors: Doors, arena: Arena, peer: Peer) -> None:
+        self._job, self._token, self._doors, self._arena, self._peer = job, token, doors, arena, peer
+        self._doors.wake_for(peer.arrived_fd)
         self._intake = Intake()
         self._envelope = Envelope(job.run_id, job.incarnation)
-        self._identities: dict[str, bytes] = {}
-        self._names: dict[bytes, str] = {}
+        self._seats: dict[str, Seat] = {}
+        self._names: dict[Seat, str] = {}
 
     def run(self) -> str:
         """Until the coordinator says STOP or is lost; returns the reason."""
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._peer.arrived_fd, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(POLL_MS))
-            if self._peer.arrived_fd in ready:
+            self._doors.wait(POLL_MS)
+            with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._peer.arrived_fd)
-                if (stop := self._read_orders()) is not None:
-                    return stop.reason
-            for _ in range(FRAMES_A_TURN):
-                if not self._router.poll(0):
-                    break
-                self._receive()
+            if (stop := self._read_orders()) is not None:
+                return stop.reason
+            for remote, router in self._doors.messages(FRAMES_A_TURN):
+                self._receive(remote, router)
 
     def _read_orders(self) -> Stop | None:
         while True:
@@ -70,25 +69,29 @@ class Ingest:
             if isinstance(message, Expect):
                 self._arena.begin(message.slot, message.attempt)
                 self._send(message.holder, self._intake.expect(message))
+            elif isinstance(message, Fence):
+                self._intake.fence(message.holder)
+                self._forget(message.holder)
+                self._peer.send(Fenced(holder=message.holder))
 
-    def _receive(self) -> None:
+    def _receive(self, remote: bool, router: zmq.Socket[bytes]) -> None:
         """One message: HELLO, or CHUNK and its bytes. Of anything else nothing comes."""
-        identity = self._router.recv()
-        header = self._router.recv()
+        seat = Seat(remote, router.recv())
+        header = router.recv()
         try:
             envelope, message = decode(header)
         except ProtocolError as error:
-            self._drop_rest()
-            self._send_to(identity, Reject(reason=str(error)))
+            _drop_rest(router)
+            self._send_to(seat, Reject(reason=str(error)))
             return
-        name = self._names.get(identity)
-        if isinstance(message, Chunk) and name is not None and self._router.rcvmore:
-            self._take(name, message)
-        self._drop_rest()
+        name = self._names.get(seat)
+        if isinstance(message, Chunk) and name is not None and router.rcvmore:
+            self._take(name, message, router)
+        _drop_rest(router)
         if isinstance(message, Hello):
-            self._join(identity, message, envelope)
+            self._join(seat, message, envelope)
 
-    def _take(self, name: str, chunk: Chunk) -> None:
+    def _take(self, name: str, chunk: Chunk, router: zmq.Socket[bytes]) -> None:
         place = self._intake.place(name, chunk)
         if place is None:
             return
@@ -98,7 +101,7 @@ class Ingest:
         slot, start, end = place
         room = self._arena.slot(slot)[start:end]
         # A longer frame is cut off at the end of the room, and its true length returned.
-        nbytes = self._router.recv_into(room)
+        nbytes = router.recv_into(room)
         checksum = xxhash.xxh3_64_intdigest(room[:nbytes])
         self._peer.progress += 1
         if (ack := self._intake.arrived(chunk, nbytes, len(room), checksum)) is not None:
@@ -106,44 +109,56 @@ class Ingest:
                 log.warning("%s: %s", name, ack.problem)
             self._send(name, ack)
 
-    def _drop_rest(self) -> None:
-        while self._router.rcvmore:
-            self._router.recv(copy=False)
-
-    def _join(self, identity: bytes, greeting: Hello, envelope: Envelope) -> None:
-        reason = refusal(self._job, self._token, self._job.producer_names, greeting, envelope)
+    def _join(self, seat: Seat, greeting: Hello, envelope: Envelope) -> None:
+        if seat.remote:
+            reason = remote_refusal(self._job, self._doors.token, greeting, envelope)
+            if reason is None and greeting.name in self._seats:
+                # FENCE comes between two sessions, so this one is late: what it would send is long given up.
+                reason = "a producer of this name sends its payload here already"
+        else:
+            reason = refusal(self._job, self._token, self._job.producer_names, greeting, envelope)
         if reason is not None:
-            log.warning("refused %r (pid %s): %s", greeting.name, greeting.pid, reason)
-            self._send_to(identity, Reject(reason=reason))
+            log.warning("refused %.120r (pid %s): %s", greeting.name, greeting.pid, reason)
+            self._send_to(seat, Reject(reason=reason))
             return
         # A restarted producer takes its predecessor's place: what that one still sends is from nobody.
-        self._names.pop(self._identities.get(greeting.name, b""), None)
-        self._identities[greeting.name], self._names[identity] = identity, greeting.name
+        self._forget(greeting.name)
+        self._seats[greeting.name], self._names[seat] = seat, greeting.name
         log.info("%s sends its payload here (pid %s on %s)", greeting.name, greeting.pid, greeting.host)
         welcome = Welcome(slots=self._job.slots, slot_bytes=self._job.slot_bytes, heartbeat_s=0.0)
-        self._send_to(identity, welcome)
+        self._send_to(seat, welcome)
+
+    def _forget(self, name: str) -> None:
+        if (seat := self._seats.pop(name, None)) is not None:
+            self._names.pop(seat, None)
 
     def _send(self, name: str, message: Message) -> None:
-        if (identity := self._identities.get(name)) is not None:
-            self._send_to(identity, message)
+        if (seat := self._seats.get(name)) is not None:
+            self._send_to(seat, message)
 
-    def _send_to(self, identity: bytes, message: Message) -> None:
+    def _send_to(self, seat: Seat, message: Message) -> None:
         try:
-            self._router.send_multipart([identity, encode(message, self._envelope)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # a dead producer: the launcher reaps it
+            self._doors.send(seat, encode(message, self._envelope))
+        except zmq.ZMQError as error:  # a dead producer, or one whose connection was cut: the coordinator hears of it
             log.warning("could not send %s: %s", type(message).__name__, error)
+
+
+def _drop_rest(router: zmq.Socket[bytes]) -> None:
+    while router.rcvmore:
+        router.recv(copy=False)
 
 
 def main(run_dir: Path, ring_fd: int) -> None:
     job = read_job(run_dir)
     arena = Arena(ring_fd, job.slots, job.slot_bytes)
+    remote = job.hosts.payload_address if job.hosts is not None else None
     with (
         zmq.Context() as context,
-        sockets.router(context, job.payload_address, sockets.PAYLOAD) as router,
+        opened(context, job.payload_address, remote, (sockets.PAYLOAD, sockets.PAYLOAD)) as doors,
     ):
         # Bound before it joins: no producer is sent to an address where nobody listens.
         peer = Peer(job.address, job.run_id, hello(INGEST, INGEST, 0, run_token(), job.schema), job.hang_s)
-        reason = Ingest(job, run_token(), router, arena, peer).run()
+        reason = Ingest(job, run_token(), doors, arena, peer).run()
         peer.close()
     if reason != "done":
         raise RunError(reason)

@@ -32,6 +32,11 @@ class Intake:
         self._by_slot[expected.slot] = expected.attempt
         return self._ack(expected.attempt, 0)
 
+    def fence(self, holder: str) -> None:
+        """Whatever of `holder` is on its way is stale from now on, although nobody else is expected in its place."""
+        for attempt in [one for one, arrival in self._by_attempt.items() if arrival.expected.holder == holder]:
+            self._forget(attempt)
+
     def place(self, holder: str, chunk: Chunk) -> tuple[int, int, int] | ChunkAck | None:
         """Where a chunk's bytes go: (slot, first byte, end of the room). None when nobody expects it of `holder`: the
         bytes are to be dropped, as they are when the answer is a refusal."""

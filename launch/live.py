@@ -103,6 +103,8 @@ def view(state: dict[str, Any]) -> Table:
     eta = show_seconds(state["eta_s"]) if state["eta_s"] is not None else "not known yet"
     rows.append(("step", f"{state['step']} of {state['steps']}, {eta} left"))
     rows.append(("producers", _side(state, "producer")))
+    if state["remote_producers"]:
+        rows.append(("on other hosts", ", ".join(state["remote_producers"])))
     rows.append(("consumers", _side(state, "consumer")))
     rows.append(("ring", _ring(state["ring"], state["ring_slots"])))
     if state["loss"] is not None:

@@ -25,6 +25,8 @@ from launch.checkpoint_commands import export_checkpoint
 from launch.config import Config
 from launch.crew import DONE, INTERRUPTED, Crew
 from launch.difference import differences
+from launch.hosts import check_free
+from launch.invitation import inviting
 from launch.live import Screen
 from launch.machine import Gpu, free_memory_bytes, processors, visible_gpus
 from launch.metrics import append_row, of_kind, read_rows
@@ -79,6 +81,7 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
     gpus, free_bytes = visible_gpus(), free_memory_bytes()
     placement = place(config.gpus, len(gpus))
     say(f"run {config.run.name}: {show_placement(placement, gpus)}; log files in {run_dir}/log")
+    check_free(config.hosts)
     if config.target.model == EMBEDDED:
         _one_off("convert", "producer.embedded", [], run_dir, signals, screen)
     found = outline(config, locate_target(config.target, say), placement, gpus, free_bytes)
@@ -118,7 +121,8 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
     )
     say("producers and consumers load")
     start = {"step": job.start_step, "changed": changed} | circumstances(job, gpus)
-    return _supervise(job, run_dir, start, signals, screen)
+    with inviting(config, job, run_dir, say) as hosts:
+        return _supervise(job, run_dir, start, hosts, signals, screen)
 
 
 def _set_up(
@@ -171,12 +175,14 @@ def _one_off(name: str, module: str, arguments: list[str], run_dir: Path, signal
         raise RunError(child.obituary())
 
 
-def _supervise(job: Job, run_dir: Path, start: dict[str, Any], signals: Signals, screen: Screen) -> int:
+def _supervise(
+    job: Job, run_dir: Path, start: dict[str, Any], hosts: dict[str, str], signals: Signals, screen: Screen
+) -> int:
     # Asked anew: the set-up may have taken minutes.
     ring_fd = create_arena(job.slots, job.slot_bytes, free_memory_bytes())
     try:
         screen.say(f"ring of {job.slots} slots: {describe_pages(ring_fd)}")
-        crew = Crew(job, run_dir, ring_fd, signals, screen)
+        crew = Crew(job, run_dir, ring_fd, signals, screen, hosts)
         append_row(run_dir / "metrics.jsonl", "start", start)
         state, reason = "failed", "the launcher was interrupted"
         try:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from protocol.job import INGEST
+from protocol.job import INGEST, REMOTE_PREFIX
 from protocol.messages import (
     AnyMessage,
     Bad,
@@ -86,7 +86,8 @@ class Watch:
     ) -> None:
         self.produced = self.trained = 0
         self.stall: str | None = None
-        self._producers, self._consumers, self._limit_s, self._hang_s = producers, consumers, limit_s, hang_s
+        self._producers, self._consumers = list(producers), consumers
+        self._limit_s, self._hang_s = limit_s, hang_s
         self._ingest = [INGEST] if ingests else []
         self._moved = now
         self._due_s = limit_s
@@ -106,6 +107,13 @@ class Watch:
         self._loading.pop(name, None)
         self._heard[name] = now
         self._progress[name] = (-1, now)
+        if name.startswith(REMOTE_PREFIX):
+            self._producers.append(name)
+
+    def left(self, name: str) -> None:
+        """A producer of another host is not waited for any more."""
+        self._producers.remove(name)
+        self._forget(name)
 
     def heard(self, name: str, message: AnyMessage | Message, now: float) -> None:
         """A message of an admitted peer, heartbeats included."""
@@ -135,7 +143,8 @@ class Watch:
                     self._step(name, row["step"], now)
             case Rewind(names=names, step=step):
                 for rank in names:
-                    self._lose(rank, now)
+                    self._loading[rank] = now
+                    self._forget(rank)
                 self._delivered.clear()
                 self._untrained.clear()
                 self._start_step = step
@@ -143,11 +152,9 @@ class Watch:
                 self._reported = ""
                 self._move(now)
             case Gone(name=gone, reaped=reaped):
-                self._lose(gone, now)
-                if not reaped:  # its name is not used again
-                    del self._loading[gone]
-                self._wants.pop(gone, None)
-                self._leases = {attempt: work for attempt, work in self._leases.items() if work.name != gone}
+                if reaped:  # else its name is not used again
+                    self._loading[gone] = now
+                self._forget(gone)
 
     def sent(self, name: str, message: Message, now: float) -> None:
         """A message to a peer."""
@@ -211,11 +218,12 @@ class Watch:
 
     # --- inside ---
 
-    def _lose(self, name: str, now: float) -> None:
-        """A child has ended; another will join in its place."""
-        self._loading[name] = now
+    def _forget(self, name: str) -> None:
+        """One that has ended owes nothing any more."""
         self._heard.pop(name, None)
         self._progress.pop(name, None)
+        self._wants.pop(name, None)
+        self._leases = {attempt: work for attempt, work in self._leases.items() if work.name != name}
 
     def _move(self, now: float) -> None:
         self._moved, self._due_s, self.stall = now, self._limit_s, None

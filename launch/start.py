@@ -20,6 +20,7 @@ from consumer.checkpoints import read_cursor, read_manifest, read_shape
 from consumer.shape import DrafterShape, differing_fields, resolve_shape
 from launch.budget import Block, Budgets, Need, checkpoint_bytes, consumer_need, divide, occupied, producer_need
 from launch.config import Config
+from launch.hosts import listening
 from launch.machine import Gpu
 from launch.placement import Placement
 from producer.locate import feature_dtype, read_target_facts, target_fingerprint, weight_size
@@ -27,7 +28,7 @@ from protocol.block import CARRIERS
 from protocol.cursor import check_fit
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError
-from protocol.job import Job
+from protocol.job import Job, schema_hash
 from protocol.plan import Plan, PlanParams
 from protocol.ring import RingSize, ring_size
 from protocol.sockets import endpoint, payload_endpoint
@@ -91,7 +92,8 @@ def outline(config: Config, target_dir: Path, placement: Placement, gpus: Sequen
         notes.append(f"GPU memory, shared: {shares}; {needed}")
     processes = len(placement.producers) + len(placement.consumers)
     # A sample has two tokens at least: an anchor and what follows it.
-    ring = ring_size(config.ring, largest, largest // 2, width, dtype, processes, free_bytes)
+    guests = config.hosts.producers if config.hosts.listen else 0
+    ring = ring_size(config.ring, largest, largest // 2, width, dtype, processes, free_bytes, guests)
     staged = checkpoint_bytes(shape, _compute_width(config))
     if ring.total_bytes + staged > free_bytes:
         raise RequestError(
@@ -150,7 +152,6 @@ def make_job(
         _check_same_training(checkpoint, shape, weights)
     # A part of an abstract socket's address, which holds 107 bytes.
     run_id = f"{re.sub('[^A-Za-z0-9._-]', '-', config.run.name)[:40]}-{secrets.token_hex(6)}"
-    schema = (weights, found.shape.target_layer_ids, found.dtype, found.width, plan.hash)
     hang_s = parse_seconds(config.run.hang_after, "run.hang_after")
     if hang_s < LEAST_HANG_S:
         raise RequestError(f"run.hang_after: {show_seconds(hang_s)} is too short: a healthy process is silent for 2 s")
@@ -168,7 +169,7 @@ def make_job(
         dtype=found.dtype,
         slots=found.ring.slots,
         slot_bytes=found.ring.slot_bytes,
-        schema=hashlib.blake2b(msgspec.json.encode(schema), digest_size=16).hexdigest(),
+        schema=schema_hash(weights, found.shape.target_layer_ids, found.dtype, found.width, plan.hash),
         shape=msgspec.to_builtins(shape),
         plan=plan.params,
         plan_hash=plan.hash,
@@ -181,6 +182,7 @@ def make_job(
         consumer_bytes=found.budgets.consumer,
         quarantine_limit=config.train.quarantine_limit,
         hang_s=hang_s,
+        hosts=listening(config.hosts),
     )
     return job, notes
 

@@ -16,6 +16,7 @@ LIVE_KEYS = (
     "consumer_tokens_per_s",
     "producer_mfu",
     "consumer_mfu",
+    "remote_producers",
     "waiting",
     "eta_s",
 )
@@ -105,6 +106,8 @@ def describe(summary: dict[str, Any]) -> list[str]:
             f"{summary['consumer_tokens_per_s']:.0f} tok/s, left: {left}"
             + (f"; waiting for {summary['waiting']}" if summary["waiting"] else "")
         )
+    if summary["remote_producers"]:
+        lines.append(f"producers on other hosts: {', '.join(summary['remote_producers'])}")
     if summary["export"] is not None:
         lines.append(f"drafter: {summary['export']} (its README.md says how to serve it)")
     return lines

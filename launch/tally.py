@@ -24,6 +24,8 @@ class Tally:
         self._first_want_s: float | None = None
         self._step_s = self._wait_s = 0.0
         self._steps_here = 0
+        self._producing_s = 0.0  # of all producers together, since the first asked for work
+        self._producing_until_s = 0.0
         self._history: deque[tuple[float, int, int, float]] = deque()
         self._trained_tokens = 0
         self._trained_flop = 0.0
@@ -32,7 +34,7 @@ class Tally:
     def note(self, message: AnyMessage | Message, now: float) -> None:
         """A message that passed through the coordinator at monotonic time `now`."""
         if isinstance(message, Want | Lease) and self._first_want_s is None:
-            self._first_want_s = now
+            self._first_want_s = self._producing_until_s = now
         if isinstance(message, Report) and message.kind == "step":
             self._step = message.row
             self._steps_here += 1
@@ -58,7 +60,12 @@ class Tally:
             self._history.popleft()
         then, produced_then, trained_then, flop_then = self._history[0]
         span_s = max(now - then, 1e-9)
-        running_s = (now - self._first_want_s) * len(self._job.producers) if self._first_want_s is not None else 0.0
+        if self._first_want_s is not None:
+            # Those of other hosts come and go.
+            producers = len(self._job.producers) + len(conductor.remotes)
+            self._producing_s += (now - self._producing_until_s) * producers
+            self._producing_until_s = now
+        running_s = self._producing_s
         done = int(self._step["step"])
         left = self._total_steps - done
         counts = conductor.ledger.counts
@@ -72,10 +79,12 @@ class Tally:
             "acceptance_per_position": self._eval.get("acceptance_per_position", []),
             "producer_tokens_per_s": producer_tokens_per_s,
             "consumer_tokens_per_s": (self._trained_tokens - trained_then) / span_s,
-            "producer_mfu": self._costs.producer_mfu(producer_tokens_per_s),
+            # What other hosts' devices could do is not known here.
+            "producer_mfu": None if conductor.remotes else self._costs.producer_mfu(producer_tokens_per_s),
             "consumer_mfu": self._costs.consumer_mfu((self._trained_flop - flop_then) / span_s),
             "producer_wait_share": max(0.0, 1 - conductor.busy_s / running_s) if running_s else 0.0,
             "consumer_wait_share": self._wait_s / self._step_s if self._step_s else 0.0,
+            "remote_producers": conductor.remotes,
             "ring": counts,
             "ring_slots": self._job.slots,
             "bytes_streamed": conductor.streamed_bytes,

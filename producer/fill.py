@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,17 +12,26 @@ from producer.forward import features_of
 from producer.taps import Taps
 from producer.target import Target
 from protocol.block import Table, block_table, checksum, table_bytes, views
-from protocol.job import Job
 from protocol.messages import Lease
 
 
-def lease_table(lease: Lease, job: Job) -> Table:
+class Features(Protocol):
+    """What is asked of a job: columns of the features (taps x hidden) and their dtype."""
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
+def lease_table(lease: Lease, job: Features) -> Table:
     """The layout of the whole block that a lease belongs to."""
     return block_table(sum(lease.lengths), len(lease.samples), job.width, job.dtype)
 
 
 def fill(
-    target: Target, taps: Taps, lease: Lease, slot: memoryview, job: Job, wanted: Callable[[], bool] = lambda: True
+    target: Target, taps: Taps, lease: Lease, slot: memoryview, job: Features, wanted: Callable[[], bool] = lambda: True
 ) -> tuple[int, int]:
     """Writes the leased samples into the slot; returns the 64-bit sum of the features it wrote and how often a batch
     was halved for lack of memory.
@@ -50,7 +60,7 @@ def fill(
     return checksum(part), halved
 
 
-def written_ranges(lease: Lease, job: Job) -> list[tuple[int, int]]:
+def written_ranges(lease: Lease, job: Features) -> list[tuple[int, int]]:
     """The byte ranges of the slot that `fill` writes for this lease, ascending."""
     table = lease_table(lease, job)
     if len(lease.positions) == len(lease.samples):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from producer.assignments import Assignments
 from producer.config import TargetConfig
-from producer.fill import fill, written_ranges
+from producer.fill import Features, fill, written_ranges
 from producer.forward import Unwanted
 from producer.outlet import ArenaOutlet, ChunkOutlet, Outlet, nack
 from producer.taps import Taps
@@ -22,7 +23,7 @@ from producer.target import Target, load_target
 from protocol.arena import Arena
 from protocol.child import run_child
 from protocol.errors import RunError
-from protocol.job import Job, read_job, read_section, run_token
+from protocol.job import read_job, read_section, run_token
 from protocol.messages import Lease, Nack, Ready, Stop, Want
 from protocol.peer import Peer, hello
 
@@ -30,8 +31,17 @@ from protocol.peer import Peer, hello
 class Producer:
     """A joined producer with its target loaded."""
 
-    def __init__(self, job: Job, target: Target, taps: Taps, peer: Peer, outlet: Outlet) -> None:
+    def __init__(
+        self,
+        job: Features,
+        target: Target,
+        taps: Taps,
+        peer: Peer,
+        outlet: Outlet,
+        filled: Callable[[Lease], None] = lambda lease: None,
+    ) -> None:
         self._job, self._target, self._taps, self._peer, self._outlet = job, target, taps, peer, outlet
+        self._filled = filled
         self._assignments = Assignments(peer.inbox)
 
     def run(self) -> str:
@@ -47,10 +57,15 @@ class Producer:
 
     def _work(self, lease: Lease) -> Nack | None:
         """Fills one block and lets it go, or says why not."""
-        room = self._outlet.room(lease)
-        started = time.monotonic()
+
+        def wanted() -> bool:
+            return self._assignments.wanted(lease)
+
         try:
-            total, halved = fill(self._target, self._taps, lease, room, self._job, lambda: self._goes_on(lease))
+            if (room := self._outlet.room(lease, wanted)) is None:
+                raise Unwanted
+            started = time.monotonic()
+            total, halved = fill(self._target, self._taps, lease, room, self._job, wanted)
         except Unwanted:
             return nack(lease, "taken back", retryable=True)
         except torch.OutOfMemoryError as error:
@@ -66,6 +81,7 @@ class Producer:
             halved=halved,
         )
         self._outlet.commit(lease, written_ranges(lease, self._job), ready)
+        self._filled(lease)
         return None
 
     def _goes_on(self, lease: Lease) -> bool:

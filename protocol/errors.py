@@ -4,6 +4,7 @@ DraftwireError
 ├── RequestError    the request is wrong: nothing was started, exit code 2
 ├── RunError        the run failed: exit code 1
 └── ProtocolError   a peer, a message or a layout is not what the contract says
+    └── Refused     this peer may not join, and trying again will not help
 """
 
 from __future__ import annotations
@@ -23,3 +24,7 @@ class RunError(DraftwireError):
 
 class ProtocolError(DraftwireError):
     """A peer, a message or a memory layout breaks the contract of docs/protocol.md."""
+
+
+class Refused(ProtocolError):
+    """The answer to HELLO was REJECT: names the reason that came with it."""

@@ -6,6 +6,7 @@ ids, devices, ring geometry and the step to start from.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,15 +17,28 @@ from protocol.errors import ProtocolError, RequestError
 from protocol.plan import PlanParams
 
 TOKEN_VARIABLE = "DRAFTWIRE_RUN_TOKEN"
+HOSTS_TOKEN_VARIABLE = "DRAFTWIRE_HOSTS_TOKEN"
+HOSTS_KEY_VARIABLE = "DRAFTWIRE_HOSTS_KEY"
+# Producers of other hosts name themselves, and no local peer is called like that.
+REMOTE_PREFIX = "remote-"
 INGEST = "ingest"  # role and name of the process that takes payload sent over ZeroMQ
 Section = TypeVar("Section", bound=msgspec.Struct)
+
+
+class Listening(msgspec.Struct, frozen=True, kw_only=True):
+    """Where producers of other hosts come in, by numeric addresses, and how many at a time."""
+
+    address: str
+    payload_address: str
+    producers: int
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One start of a run. `width` is taps x hidden; `dtype` is that of the features in the ring; `shape` is the
     drafter's, as the consumers know it. Payload reaches the ring through shared memory ("shm") or over ZeroMQ ("zmq"),
-    then by way of `payload_address`. A process may allocate `producer_bytes` or `consumer_bytes` on its GPU; 0: all
-    that is free there. Who shows no life for `hang_s` seconds is taken to hang."""
+    then by way of `payload_address`; with `hosts` producers of other hosts may join, which always send it. A process
+    may allocate `producer_bytes` or `consumer_bytes` on its GPU; 0: all that is free there. Who shows no life for
+    `hang_s` seconds is taken to hang."""
 
     run_id: str
     incarnation: int
@@ -51,6 +65,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     consumer_bytes: int
     quarantine_limit: float
     hang_s: float
+    hosts: Listening | None = None
+
+    @property
+    def ingests(self) -> bool:
+        """Whether there is an ingest process: somebody does not map the ring."""
+        return self.transport == "zmq" or self.hosts is not None
 
     @property
     def producer_names(self) -> list[str]:
@@ -83,9 +103,23 @@ def read_section(run_dir: Path, name: str, kind: type[Section]) -> Section:
         raise RequestError(f"{path}: not a run's configuration ({error})") from None
 
 
+def schema_hash(weights: str, taps: tuple[int, ...], dtype: str, width: int, plan_hash: str) -> str:
+    """What all peers of a run must agree on, in one word; `weights` is the target's fingerprint."""
+    schema = (weights, taps, dtype, width, plan_hash)
+    return hashlib.blake2b(msgspec.json.encode(schema), digest_size=16).hexdigest()
+
+
 def run_token() -> str:
     """The secret that the launcher gave its children; peers without it are refused."""
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:
         raise ProtocolError(f"{TOKEN_VARIABLE} is not set: children are started by `draftwire run`")
     return token
+
+
+def hosts_secrets() -> tuple[str, str]:
+    """The token for producers of other hosts, and the secret half of the run's CURVE key ("": nothing is encrypted)."""
+    token = os.environ.get(HOSTS_TOKEN_VARIABLE)
+    if not token:
+        raise ProtocolError(f"{HOSTS_TOKEN_VARIABLE} is not set: children are started by `draftwire run`")
+    return token, os.environ.get(HOSTS_KEY_VARIABLE, "")

@@ -119,6 +119,19 @@ class Expect(Message, frozen=True):
     nbytes: int
 
 
+class Fence(Message, frozen=True):
+    """coordinator -> ingest: nothing that `holder` has been leased so far may reach the ring any more, on whichever
+    connection it is under way. The slots stay the holder's until FENCED."""
+
+    holder: str
+
+
+class Fenced(Message, frozen=True):
+    """ingest -> coordinator: what `holder` was leased before FENCE is written no further, from here on."""
+
+    holder: str
+
+
 class Chunk(Message, frozen=True):
     """producer -> ingest, with the bytes as a second frame: they belong `offset` bytes into the slot of `attempt`.
     `checksum` is their xxh3 (64 bits); `last` ends the attempt and asks for an acknowledgement at once."""
@@ -268,6 +281,13 @@ class Rewind(Message, frozen=True):
     quarantined: dict[str, str]
 
 
+class Leave(Message, frozen=True):
+    """producer of another host -> coordinator, its last word in this session: what it was filling may be leased anew,
+    it sends nothing more of it."""
+
+    reason: str
+
+
 class Order(Message, frozen=True):
     """launcher -> coordinator: "stop" (checkpoint at the next step boundary, then end), "abandon" (the same before the
     step that is under way, whose blocks will not come) or "done" (end now)."""
@@ -288,33 +308,9 @@ class Error(Message, frozen=True):
 
 
 AnyMessage = (
-    Hello
-    | Welcome
-    | Reject
-    | Want
-    | Lease
-    | Ready
-    | Nack
-    | Revoke
-    | Expect
-    | Chunk
-    | ChunkAck
-    | Credit
-    | Deliver
-    | Verified
-    | Release
-    | Bad
-    | Reached
-    | Go
-    | Quarantine
-    | Checkpointed
-    | Heartbeat
-    | Report
-    | Snapshot
-    | Hung
-    | Gone
-    | Rewind
-    | Order
-    | Stop
-    | Error
-)
+    Hello | Welcome | Reject
+    | Want | Lease | Ready | Nack | Revoke
+    | Expect | Fence | Fenced | Chunk | ChunkAck
+    | Credit | Deliver | Verified | Release | Bad | Reached | Go | Quarantine | Checkpointed
+    | Heartbeat | Report | Snapshot | Hung | Gone | Rewind | Leave | Order | Stop | Error
+)  # fmt: skip

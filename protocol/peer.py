@@ -16,9 +16,9 @@ import time
 
 import zmq
 
-from protocol import sockets
 from protocol.codec import Envelope, decode, encode
-from protocol.errors import ProtocolError, RunError
+from protocol.errors import ProtocolError, Refused, RunError
+from protocol.line import Line
 from protocol.messages import AnyMessage, Heartbeat, Hello, Message, Reject, Stop, Welcome
 from protocol.version import DRAFTWIRE_VERSION
 
@@ -31,9 +31,10 @@ DRAIN_MS = 5000
 
 class Peer:
     """A joined peer. `inbox` yields messages; Stop is the last one, also when the coordinator is lost. `arrived_fd` is
-    an eventfd that is written for each, so that a poller of other sockets wakes for them too."""
+    an eventfd that is written for each, so that a poller of other sockets wakes for them too. `server_key`: the
+    coordinator's CURVE key, over TCP."""
 
-    def __init__(self, address: str, run: str, hello: Hello, silence_s: float = 60.0) -> None:
+    def __init__(self, address: str, run: str, hello: Hello, silence_s: float = 60.0, server_key: str = "") -> None:
         self.inbox: queue.Queue[AnyMessage] = queue.Queue(QUEUE_MESSAGES)
         self.progress = 0
         self._envelope = Envelope(run, 0)
@@ -45,7 +46,7 @@ class Peer:
         self._closed = False  # by its owner; `_closing` is also set by STOP
         self._closing = threading.Event()
         self._joined: queue.Queue[Welcome | Reject | ProtocolError] = queue.Queue(1)
-        self._thread = threading.Thread(target=self._run, args=(address, hello), name="peer", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(address, server_key, hello), name="peer", daemon=True)
         self._thread.start()
         self.welcome = self._await_welcome()
 
@@ -86,20 +87,20 @@ class Peer:
         if isinstance(answer, Welcome):
             return answer
         self.close()
-        raise answer if isinstance(answer, ProtocolError) else ProtocolError(f"refused: {answer.reason}")
+        raise answer if isinstance(answer, ProtocolError) else Refused(f"refused: {answer.reason}")
 
-    def _run(self, address: str, hello: Hello) -> None:
+    def _run(self, address: str, server_key: str, hello: Hello) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        dealer = sockets.dealer(context, address)
+        line = Line(context, address, server_key=server_key)
         drain_ms = 0
         try:
-            self._put(dealer, hello)
-            reason = self._loop(dealer)
+            self._put(line, hello)
+            reason = self._loop(line)
             drain_ms = DRAIN_MS if self._closing.is_set() else 0
         except (zmq.ZMQError, ProtocolError) as error:
             reason = str(error)
         finally:
-            dealer.close(drain_ms)
+            line.close(drain_ms)
             context.term()
         with contextlib.suppress(queue.Full):  # whoever still waits for WELCOME learns why there is none
             self._joined.put_nowait(ProtocolError(reason))
@@ -110,18 +111,18 @@ class Peer:
         self.inbox.put(message)
         os.eventfd_write(self.arrived_fd, 1)
 
-    def _put(self, dealer: zmq.Socket[bytes], message: Message) -> None:
+    def _put(self, line: Line, message: Message) -> None:
         """Sends when there is a connection: with `immediate`, a plain send would wait for one for ever."""
         turns = 0
-        while not dealer.poll(TURN_MS, zmq.POLLOUT):
+        while not line.ready_to_send(TURN_MS):
             turns += 1
             if self._closing.is_set() or turns * TURN_MS > self._silence_s * 1000:
                 raise ProtocolError("the coordinator cannot be reached")
-        dealer.send(encode(message, self._envelope))
+        line.dealer.send(encode(message, self._envelope))
 
-    def _loop(self, dealer: zmq.Socket[bytes]) -> str:
-        poller = zmq.Poller()
-        poller.register(dealer, zmq.POLLIN)
+    def _loop(self, line: Line) -> str:
+        poller, dealer = zmq.Poller(), line.dealer
+        line.watch(poller)
         poller.register(self._wake_fd, zmq.POLLIN)
         heartbeat_s, quiet_s = 1.0, 0.0
         before = beat = time.monotonic()
@@ -135,7 +136,7 @@ class Peer:
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
             while not self._outbox.empty():
-                self._put(dealer, self._outbox.get_nowait())
+                self._put(line, self._outbox.get_nowait())
             if dealer in ready:
                 quiet_s = 0.0
                 while dealer.poll(0):
@@ -152,12 +153,13 @@ class Peer:
                     elif isinstance(message, Stop):
                         self._closing.set()
             if self._closing.is_set() and self._outbox.empty():
-                self._put(dealer, Heartbeat(progress=self.progress))  # how far it got
+                self._put(line, Heartbeat(progress=self.progress))  # how far it got
                 return "closed"
+            line.check()
             if quiet_s > self._silence_s:
                 return f"the coordinator has been silent for {self._silence_s:.0f} s"
             if now - beat > heartbeat_s:
-                self._put(dealer, Heartbeat(progress=self.progress))
+                self._put(line, Heartbeat(progress=self.progress))
                 beat = now
 
 

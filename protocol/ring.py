@@ -37,9 +37,10 @@ class RingSize(msgspec.Struct, frozen=True):
 
 
 def ring_size(
-    config: RingConfig, tokens: int, samples: int, width: int, dtype: str, processes: int, free: int
+    config: RingConfig, tokens: int, samples: int, width: int, dtype: str, processes: int, free: int, guests: int = 0
 ) -> RingSize:
-    """The ring for blocks of at most `tokens` and `samples`, features `width` wide, shared by `processes` processes.
+    """The ring for blocks of at most `tokens` and `samples`, features `width` wide, shared by `processes` processes and
+    with "auto" made for as many as `guests` more.
 
     `free` is the memory in bytes that this job may use. Raises RequestError when not even one slot a process fits,
     naming both numbers and the settings.
@@ -49,7 +50,7 @@ def ring_size(
     least = processes + 1
     if config.bytes == "auto":
         affordable = int(free * LARGEST_SHARE_OF_FREE_MEMORY) // stride_bytes
-        slots = min(SLOTS_PER_PROCESS * processes, affordable)
+        slots = min(SLOTS_PER_PROCESS * (processes + guests), affordable)
         source = f"half of the {show_bytes(free)} that are free"
     else:
         asked = parse_bytes(config.bytes, "ring.bytes")

@@ -20,6 +20,7 @@ import torch
 import zmq
 
 from consumer.feed import DeviceBlock, Feed
+from launch.doors import Doors
 from launch.ingest import Ingest
 from producer.outlet import ArenaOutlet, ChunkOutlet
 from protocol import messages as m
@@ -74,7 +75,7 @@ class Way:
             return
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = sockets.router(self._context, job.payload_address, sockets.PAYLOAD)
-        ingest = Ingest(job, "token", self._router, self.arena, self._ingest_line)  # type: ignore[arg-type]
+        ingest = Ingest(job, "token", Doors(self._router), self.arena, self._ingest_line)  # type: ignore[arg-type]
         self._thread = threading.Thread(target=ingest.run, daemon=True)
         self._thread.start()
         greeting = hello("producer", "producer-0", 0, "token", job.schema)

@@ -15,6 +15,7 @@ import xxhash
 import zmq
 
 from launch import ingest as ingest_module
+from launch.doors import Doors
 from launch.ingest import Ingest
 from producer import outlet as outlet_module
 from producer.outlet import ChunkOutlet
@@ -50,22 +51,24 @@ class Line:
 class Node:
     """An ingest process as a thread, with the ring it writes."""
 
-    def __init__(self, job: Any) -> None:
+    def __init__(self, job: Any, key: tuple[str, str] = ("", "")) -> None:
         self.job, self.line = job, Line()
+        self.key, secret_key = key
         self._ring_fd = create_arena(SLOTS, SLOT_BYTES, 1 << 40)
         self.arena = Arena(self._ring_fd, SLOTS, SLOT_BYTES)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = sockets.router(self._context, job.payload_address, sockets.PAYLOAD)
+        self._router = sockets.router(self._context, job.payload_address, sockets.PAYLOAD, secret_key)
         self.address = self._router.last_endpoint.decode().rstrip("\0")
         self.paused, self._go_on = threading.Event(), threading.Event()
-        self.ingest = Ingest(job, TOKEN, self._router, self.arena, self.line)  # type: ignore[arg-type]
+        self.ingest = Ingest(job, TOKEN, Doors(self._router), self.arena, self.line)  # type: ignore[arg-type]
         self._thread = threading.Thread(target=self.ingest.run, daemon=True)
         self._thread.start()
 
     def outlet(self, name: str = "producer-0", token: str = TOKEN) -> tuple[ChunkOutlet, Line]:
         line = Line()
         greeting = hello("producer", name, 0, token, self.job.schema)
-        return ChunkOutlet(self.address, self.job.run_id, greeting, SLOT_BYTES, line), line  # type: ignore[arg-type]
+        outlet = ChunkOutlet(self.address, self.job.run_id, greeting, SLOT_BYTES, line, self.key)  # type: ignore[arg-type]
+        return outlet, line
 
     def end(self) -> None:
         self.line.tell(m.Stop(reason="done"))
@@ -77,10 +80,11 @@ class Node:
         os.close(self.line.arrived_fd)
 
 
-@pytest.fixture(params=["ipc", "tcp"])
+@pytest.fixture(params=["ipc", "tcp", "curve"])
 def node(request: Any, make_job: Callable[..., Any]) -> Iterator[Node]:
-    address = "tcp://127.0.0.1:*" if request.param == "tcp" else sockets.payload_endpoint(f"test-{time.monotonic_ns()}")
-    one = Node(make_job(payload_address=address, transport="zmq", slots=SLOTS, producers=("cpu", "cpu")))
+    address = "tcp://127.0.0.1:*" if request.param != "ipc" else sockets.payload_endpoint(f"test-{time.monotonic_ns()}")
+    key = tuple(half.decode() for half in zmq.curve_keypair()) if request.param == "curve" else ("", "")
+    one = Node(make_job(payload_address=address, transport="zmq", slots=SLOTS, producers=("cpu", "cpu")), key)
     yield one
     one.end()
 
@@ -152,10 +156,10 @@ def test_a_slow_ring_holds_the_sender_at_its_credit(node: Node, monkeypatch: pyt
     taken = [0]
     receive = Ingest._take
 
-    def take(self: Ingest, name: str, chunk: m.Chunk) -> None:
+    def take(self: Ingest, name: str, chunk: m.Chunk, router: zmq.Socket[bytes]) -> None:
         held_back.wait(20)
         taken[0] += 1
-        receive(self, name, chunk)
+        receive(self, name, chunk, router)
 
     monkeypatch.setattr(Ingest, "_take", take)
     sent = [0]
@@ -215,7 +219,7 @@ def test_a_damaged_chunk_is_a_failed_try_and_the_next_attempt_arrives(
 
 
 def test_a_dead_producer_s_last_chunks_do_not_reach_the_slot_s_next_block(node: Node) -> None:
-    with zmq.Context() as context, sockets.dealer(context, node.address, sockets.PAYLOAD) as old:
+    with zmq.Context() as context, sockets.dealer(context, node.address, sockets.PAYLOAD, node.key) as old:
         envelope = Envelope(node.job.run_id, 0)
         old.send(encode(hello("producer", "producer-0", 0, TOKEN, node.job.schema), envelope))
         assert isinstance(decode(old.recv())[1], m.Welcome)
@@ -239,6 +243,35 @@ def test_a_dead_producer_s_last_chunks_do_not_reach_the_slot_s_next_block(node: 
         outlet.close()
 
 
+def test_what_was_fenced_is_written_no_more_although_nobody_else_is_expected_there(node: Node) -> None:
+    """The next writer of the slot may map the ring, and then ingest hears nothing of it."""
+    with zmq.Context() as context, sockets.dealer(context, node.address, sockets.PAYLOAD, node.key) as old:
+        envelope = Envelope(node.job.run_id, 0)
+        greeting = encode(hello("producer", "producer-0", 0, TOKEN, node.job.schema), envelope)
+        payload = b"\xff" * 100
+        checksum = xxhash.xxh3_64_intdigest(payload)
+        chunks = [m.Chunk(attempt=1, offset=offset, checksum=checksum, last=False) for offset in (0, 100, 200)]
+        old.send(greeting)
+        assert isinstance(decode(old.recv())[1], m.Welcome)
+        node.line.tell(expect(1, 0))
+        assert isinstance(decode(old.recv())[1], m.ChunkAck)
+        old.send_multipart([encode(chunks[0], envelope), payload])
+        deadline = time.monotonic() + 10
+        while node.arena.slot(0)[99] != 0xFF and time.monotonic() < deadline:
+            time.sleep(0.01)
+        node.line.tell(m.Fence(holder="producer-0"))
+        assert node.line.said.get(timeout=10) == m.Fenced(holder="producer-0")
+        node.arena.slot(0)[:300] = b"\x11" * 300  # by whoever has it now
+        old.send_multipart([encode(chunks[1], envelope), payload])
+        old.send(greeting)  # not even when it joins again
+        assert isinstance(decode(old.recv())[1], m.Welcome)
+        old.send_multipart([encode(chunks[2], envelope), payload])
+        while node.ingest._intake.stale < 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert node.ingest._intake.stale == 1
+        assert node.arena.slot(0)[:300] == b"\x11" * 300
+
+
 def test_a_restarted_producer_takes_its_predecessor_s_place(node: Node) -> None:
     first, _ = node.outlet()
     second, line = node.outlet()
@@ -258,7 +291,7 @@ def test_a_wrong_token_is_refused_with_the_reason(node: Node) -> None:
 
 
 def test_garbage_and_strangers_change_nothing(node: Node) -> None:
-    with zmq.Context() as context, sockets.dealer(context, node.address, sockets.CONTROL) as stranger:
+    with zmq.Context() as context, sockets.dealer(context, node.address, sockets.CONTROL, node.key) as stranger:
         envelope = Envelope(node.job.run_id, 0)
         node.line.tell(expect(1, 0))
         chunk = encode(m.Chunk(attempt=1, offset=0, checksum=0, last=True), envelope)

@@ -196,7 +196,8 @@ def test_every_block_is_trained_once_in_order_although_ranks_die_and_go_back(mak
     for rank in range(consumers):
         assert peers.trained[rank] == expected(plan, rank)
     assert conductor.ledger.finished
-    assert not conductor._sums or deaths  # what a rewind dropped may be left behind; without one nothing is
+    # What a rewind dropped may be left behind; without one nothing is.
+    assert deaths or not conductor._descriptors._sums
 
 
 def test_what_lies_ready_when_a_rank_dies_is_delivered_to_the_next_one_and_not_made_again(make):

@@ -74,6 +74,10 @@ transport = "zmq"
 split = "3:1"
 producers = [0, 1]
 consumers = [2]
+[hosts]
+listen = "tcp://10.0.0.1:5757"
+curve = false
+producers = 3
 [eval]
 every = 100
 prompts = 8

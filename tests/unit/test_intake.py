@@ -56,6 +56,17 @@ def test_a_new_lease_of_a_slot_makes_what_was_on_its_way_there_stale() -> None:
     assert one.stale == 1
 
 
+def test_what_is_fenced_is_stale_and_nothing_else_is() -> None:
+    one = intake(expect(1, slot=3), expect(2, slot=4, holder="producer-1"), expect(3, slot=5))
+    one.fence("producer-0")
+    assert [one.place("producer-0", chunk(attempt=attempt)) for attempt in (1, 3)] == [None, None]
+    assert one.place("producer-1", chunk(attempt=2)) == (4, 0, 1000)
+    one.fence("producer-0")  # again, and somebody unknown: nothing
+    one.fence("remote-x")
+    one.expect(expect(4, slot=3))  # a lease of later on
+    assert one.place("producer-0", chunk(attempt=4)) == (3, 0, 1000)
+
+
 @pytest.mark.parametrize("offset", [-1, 1000, 2**40])
 def test_a_chunk_outside_its_block_is_refused_for_good(offset: int) -> None:
     one = intake()

@@ -23,6 +23,7 @@ STATE = {
     "consumer_wait_share": 0.0,
     "ring": {"free": 1, "reserved": 1, "leased": 2, "ready": 3, "delivered": 1, "spilling": 0, "lost": 0},
     "ring_slots": 8,
+    "remote_producers": ["remote-far-7-ab"],
     "bytes_streamed": 1_381_487_646,
     "quarantined": 0,
     "restarts": 2,
@@ -57,6 +58,7 @@ def test_the_table_shows_both_sides_the_ring_and_the_learning():
         "0.38 0.10",
         "1.381 GB",
         "2 restarts",
+        "remote-far-7-ab",
     ):
         assert part in text, part
     assert "quarantined" not in text

@@ -336,3 +336,18 @@ def test_a_producer_that_does_not_end_is_not_waited_for() -> None:
     for name in ("producer-0", "producer-1"):
         run.watch.heard("launcher", m.Gone(name=name, reaped=False), 10.0)
     assert "load" not in run.watch.waited_for(run.gate, 20.0)
+
+
+def test_a_producer_of_another_host_is_waited_for_by_name_until_it_has_left() -> None:
+    run = Run()
+    for name in ("producer-0", "producer-1"):
+        run.watch.heard(name, m.Want(kind="model"), run.now)
+    assert run.watch.waited_for(run.gate, 1.0) == "a free slot of the ring for step 0"
+    run.watch.joined("remote-a", 1.0)
+    assert run.watch.waited_for(run.gate, 2.0) == "remote-a to ask for work"
+    run.watch.heard("remote-a", m.Want(kind="model"), 2.0)
+    run.lease(0, 0, 1, "remote-a")
+    assert run.watch.waited_for(run.gate, 3.0) == "remote-a (leased step 0 block 0 3 s ago)"
+    assert "remote-a has been silent for 15 s" in run.watch.waited_for(run.gate, 17.0)
+    run.watch.left("remote-a")
+    assert "remote-a" not in run.watch.waited_for(run.gate, 20.0)

@@ -136,6 +136,7 @@ def test_only_a_run_that_is_alive_has_rates_and_waits(tmp_path: Path) -> None:
         "consumer_tokens_per_s": 987.6,
         "producer_mfu": None,
         "consumer_mfu": 0.7,
+        "remote_producers": ["remote-far-7-ab"],
         "waiting": "producer-0 to load and join, for 9 s now",
         "eta_s": 61.0,
     }
@@ -148,6 +149,7 @@ def test_only_a_run_that_is_alive_has_rates_and_waits(tmp_path: Path) -> None:
         "now: produced 1234 tok/s, trained 988 tok/s, left: 1 min 01 s; "
         "waiting for producer-0 to load and join, for 9 s now"
     ) in describe(found)
+    assert "producers on other hosts: remote-far-7-ab" in describe(found)
     lock.release()
 
 

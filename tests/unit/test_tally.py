@@ -27,10 +27,15 @@ SHAPE: dict[str, Any] = {
 KNOWN = Costs(target_flop_per_token=1e9, producer_peak=1e13, consumer_peak=1e6, shape=SHAPE, anchor_context=3.0)
 
 
-def conductor(produced_tokens: int = 0) -> Any:
+def conductor(produced_tokens: int = 0, busy_s: float = 0.0, remotes: tuple[str, ...] = ()) -> Any:
     ledger = SimpleNamespace(counts={"ready": 1}, quarantined={})
     return SimpleNamespace(
-        ledger=ledger, produced_tokens=produced_tokens, busy_s=0.0, streamed_bytes=0, numerics_changed=0
+        ledger=ledger,
+        produced_tokens=produced_tokens,
+        busy_s=busy_s,
+        streamed_bytes=0,
+        numerics_changed=0,
+        remotes=list(remotes),
     )
 
 
@@ -69,3 +74,14 @@ def test_restarts_and_failed_checkpoints_are_counted(make_job: Any) -> None:
         tally.event({"what": what, "text": ""})
     found = tally.state(conductor(), 1.0)
     assert (found["restarts"], found["checkpoints_failed"]) == (2, 1)
+
+
+def test_producers_of_other_hosts_count_for_as_long_as_they_are_there(make_job: Any) -> None:
+    tally = Tally(make_job(), 10, KNOWN)
+    tally.note(m.Want(kind="model"), 0.0)
+    assert tally.state(conductor(busy_s=5.0), 10.0)["producer_wait_share"] == 0.5  # of the one that is local
+    found = tally.state(conductor(1000, 20.0, ("remote-a", "remote-b")), 20.0)
+    assert found["producer_wait_share"] == 0.5  # 10 s alone, 10 s of three
+    assert found["remote_producers"] == ["remote-a", "remote-b"]
+    assert found["producer_mfu"] is None  # nobody knows what their devices could do
+    assert tally.state(conductor(1000, 20.0), 30.0)["producer_wait_share"] == pytest.approx(0.6)
