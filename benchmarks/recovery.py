@@ -1,11 +1,10 @@
 """How long a run is held up when a process of it is killed: a producer of two, then the consumer.
 
-    python benchmarks/recovery.py [CONFIG] [--kills 3] [--set ...] [--json]
+    python benchmarks/recovery.py [CONFIG] [--kills 3] [--split 2:1] [--set ...] [--json]
 
-A real run of CONFIG (default: the quick start) with two producers. Each producer in turn is killed with SIGKILL while
-it works, then the consumer: times are from the kill to the rows that the coordinator writes. A block of the dead
-producer goes to the other one as soon as that one asks for work, so the wait is mostly the block that it is at. The
-references: the aim of one second, and, for what has to start again, the same start at the beginning of this run.
+A real run of CONFIG (default: the quick start). Each producer in turn is killed with SIGKILL while it works, then the
+consumer: times are from the kill to the rows that the coordinator writes. With two producers, a block of the dead one
+goes to the other as soon as that one asks for work, so the wait is mostly the block that it is at. The references: the aim of one second, and, for what has to start again, the same start at the beginning of this run.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ ROOT = Path(__file__).resolve().parents[1]
 class Run:
     """`draftwire run` in the background, and what its folder says."""
 
-    def __init__(self, arguments: list[str], runs: Path) -> None:
+    def __init__(self, arguments: list[str], runs: Path, split: str) -> None:
         self.folder = runs / "recovery"
         command = [sys.executable, "-P", "-m", "launch.cli", "run", *arguments, "--set", f"run.dir={runs}"]
-        more = ["--set", "run.name=recovery", "--set", 'gpus.split="2:1"', "--set", "train.checkpoint_every=10"]
+        more = ["--set", "run.name=recovery", "--set", f'gpus.split="{split}"', "--set", "train.checkpoint_every=10"]
         environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
         self.process = subprocess.Popen([*command, *more], stdout=subprocess.DEVNULL, env=environment)
 
@@ -100,12 +99,13 @@ def measure(run: Run, kills: int) -> dict[str, list[float]]:
     note("first start of a producer", run.await_joins("producer-0", 1) - start)
     note("first start of the consumer", run.await_joins("consumer-0", 1) - start)
     run.await_row(step_from(12), 0.0)
+    producers = len(json.loads((run.folder / "job.json").read_text())["producers"])
     for place in range(kills):
-        name = f"producer-{place % 2}"
+        name = f"producer-{place % producers}"
         killed = run.kill(name)
         note("producer: kill to its work being open", run.await_row(event("gone"), killed) - killed)
         note("producer: kill to its block leased again", run.await_row(event("leased again"), killed) - killed)
-        note("producer: kill to its successor joined", run.await_joins(name, 2 + place // 2) - killed)
+        note("producer: kill to its successor joined", run.await_joins(name, 2 + place // producers) - killed)
         run.await_row(step_from(run.rows()[-1].get("step", 0) + 1), time.time())
     for place in range(kills):
         before = max(found["step"] for found in run.rows() if found["kind"] == "step")
@@ -128,12 +128,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?", default=str(ROOT / "examples" / "quickstart.toml"))
     parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--split", default="2:1")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     overrides = [part for override in asked.overrides for part in ("--set", override)]
     with tempfile.TemporaryDirectory() as folder:
-        run = Run([asked.config, *overrides], Path(folder))
+        run = Run([asked.config, *overrides], Path(folder), asked.split)
         try:
             times = measure(run, asked.kills)
         finally:

@@ -57,15 +57,11 @@ class Producer:
 
     def _work(self, lease: Lease) -> Nack | None:
         """Fills one block and lets it go, or says why not."""
-
-        def wanted() -> bool:
-            return self._assignments.wanted(lease)
-
         try:
-            if (room := self._outlet.room(lease, wanted)) is None:
+            if (room := self._outlet.room(lease, lambda: self._assignments.wanted(lease))) is None:
                 raise Unwanted
             started = time.monotonic()
-            total, halved = fill(self._target, self._taps, lease, room, self._job, wanted)
+            total, halved = fill(self._target, self._taps, lease, room, self._job, lambda: self._goes_on(lease))
         except Unwanted:
             return nack(lease, "taken back", retryable=True)
         except torch.OutOfMemoryError as error:
