@@ -4,7 +4,8 @@
 
 A real run of CONFIG (default: the quick start). Each producer in turn is killed with SIGKILL while it works, then the
 consumer: times are from the kill to the rows that the coordinator writes. With two producers, a block of the dead one
-goes to the other as soon as that one asks for work, so the wait is mostly the block that it is at. The references: the aim of one second, and, for what has to start again, the same start at the beginning of this run.
+goes to the other as soon as that one asks for work, so the wait is mostly the block that it is at. The references: the
+aim of one second, and, for what has to start again, the same start at the beginning of this run.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from protocol.child import run_child
 from protocol.cpu import cpu_has_bfloat16
 from protocol.cursor import Cursor, cursor_at
 from protocol.dataset import TokenDataset
-from protocol.errors import RunError
+from protocol.errors import FinalError, RunError
 from protocol.job import Job, read_job, read_section, run_token
 from protocol.messages import Checkpointed, Reached, Report
 from protocol.peer import Peer, hello
@@ -226,7 +226,7 @@ class Rank:
         self.peer.close()
         leave_ranks()
         if self.saver.last_error:
-            raise RunError(self.saver.last_error)
+            raise FinalError(self.saver.last_error)
         return code
 
     def _start_from(self) -> None:

@@ -19,6 +19,7 @@ from launch.machine import threads_per_process
 from launch.restarts import Restarts
 from launch.signals import Interrupted, Signals
 from launch.supervise import REAP_S, Child, await_news
+from protocol.child import FAILED_FOR_GOOD, WRONG_REQUEST
 from protocol.errors import RunError
 from protocol.gate import ABANDON, STOP
 from protocol.job import INGEST, TOKEN_VARIABLE, Job, write_job
@@ -27,8 +28,6 @@ from protocol.peer import Peer, hello
 
 # Exit codes of a consumer: the plan is done, or it stopped at a step boundary after a checkpoint.
 DONE, INTERRUPTED = 0, 75
-# Any child: a request that the next start would refuse too.
-WRONG_REQUEST = 2
 TICK_S = 0.1
 GRACE_S = 20.0
 # A run that cannot go on gets so long for the checkpoint of what it has trained.
@@ -187,7 +186,7 @@ class Crew:
         self._dying.pop(name, None)
         self._tell(Gone(name=name, reaped=True))
         pause_s = self._restarts.died(name, self._step)
-        if child.exit_code() == WRONG_REQUEST or pause_s is None:
+        if child.exit_code() in (WRONG_REQUEST, FAILED_FOR_GOOD) or pause_s is None:
             self._give_up(_last_words(child))
             return
         self._screen.say(f"{child.obituary()}; starting it again")
@@ -206,7 +205,7 @@ class Crew:
         """A rank has died: all start again from the newest good checkpoint, and the ledger goes back to it."""
         child = self._children[dead]
         pause_s = self._restarts.died("consumers", self._step)
-        if child.exit_code() == WRONG_REQUEST or pause_s is None:
+        if child.exit_code() in (WRONG_REQUEST, FAILED_FOR_GOOD) or pause_s is None:
             raise RunError(_last_words(child))
         # The others may be inside a collective, which nothing but their end gets them out of.
         for name in self._job.consumer_names:

@@ -13,15 +13,17 @@ import signal
 import sys
 from collections.abc import Callable
 
-from protocol.errors import DraftwireError, RequestError
+from protocol.errors import DraftwireError, FinalError, RequestError
 
 ERROR_PREFIX = "error: "
+# Exit codes after which a child is not started again: the next one would end in the same way.
+WRONG_REQUEST, FAILED_FOR_GOOD = 2, 3
 LAUNCHER_VARIABLE = "DRAFTWIRE_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
 
 
 def run_child(name: str, body: Callable[[], None]) -> None:
-    """Runs `body` as the child `name` and exits: 0 done, 1 failed, 2 wrong request.
+    """Runs `body` as the child `name` and exits: 0 done, 1 failed, 2 wrong request, 3 failed for good.
 
     The last line of a failed child's log is "error: ..." for an expected error; anything unexpected keeps its
     traceback.
@@ -36,7 +38,22 @@ def run_child(name: str, body: Callable[[], None]) -> None:
         if isinstance(error, OSError):
             logging.exception("unexpected, but it may be the machine's and not ours")
         print(f"{ERROR_PREFIX}{error}", flush=True)
-        sys.exit(2 if isinstance(error, RequestError) else 1)
+        sys.exit(
+            WRONG_REQUEST
+            if isinstance(error, RequestError)
+            else FAILED_FOR_GOOD
+            if isinstance(error, FinalError)
+            else 1
+        )
+
+
+def _exit_code(error: DraftwireError | OSError) -> int:
+    match error:
+        case RequestError():
+            return WRONG_REQUEST
+        case FinalError():
+            return FAILED_FOR_GOOD
+    return 1
 
 
 def _die_with_parent() -> None:

@@ -3,6 +3,7 @@
 DraftwireError
 ├── RequestError    the request is wrong: nothing was started, exit code 2
 ├── RunError        the run failed: exit code 1
+│   └── FinalError  and would fail again: a child ends with code 3 and is not started again
 └── ProtocolError   a peer, a message or a layout is not what the contract says
     └── Refused     this peer may not join, and trying again will not help
 """
@@ -20,6 +21,10 @@ class RequestError(DraftwireError):
 
 class RunError(DraftwireError):
     """A run failed: names the process, the reason and where its log is."""
+
+
+class FinalError(RunError):
+    """A process failed in a way that a new start of it would not mend: there is no room on the disk, say."""
 
 
 class ProtocolError(DraftwireError):

@@ -56,7 +56,7 @@ def test_children_start_with_the_bound(
     child = Mock(side_effect=Started)
     monkeypatch.setattr("launch.crew.Child", child)
     with pytest.raises(Started):
-        Crew(make_job(), tmp_path, -1, Mock(), Mock()).work()
+        Crew(make_job(), tmp_path, -1, Mock(), Mock(), {}).work()
     environment = next(argument for argument in child.call_args.args if isinstance(argument, dict))
     assert environment.items() >= COMPILED_PRODUCTS.items()
 

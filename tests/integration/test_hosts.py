@@ -241,7 +241,7 @@ def test_cut_in_the_middle_of_chunks_and_killed_it_costs_nothing_but_time(
         sessions = len(run.events("left"))
         host.process.kill()
         run.wait_for_event("left", sessions + 1)
-        assert "its connection was cut); blocks leased anew: step" in run.events("left")[-1]
+        assert "its connection was cut); blocks to lease anew: step" in run.events("left")[-1]
         reached = run.workspace.losses("cut")[-1][0]
     run.workspace.wait_for_step("cut", reached + 2)
     payload.go_on.set()  # half a chunk for a slot that the local producer has been leased since

@@ -55,10 +55,12 @@ import time
 _write, _written = write_checkpoint, []
 
 def write_checkpoint(folder, snapshot):
-    time.sleep(1.5)
     if _written:
         raise OSError(28, "No space left on device")
     _written.append(snapshot)
+    metrics, deadline = folder.parent / "metrics.jsonl", time.monotonic() + 90
+    while metrics.read_text().count('"kind": "step"') < 12 and time.monotonic() < deadline:
+        time.sleep(0.05)
     return _write(folder, snapshot)
 """
 
@@ -68,7 +70,7 @@ def test_a_slow_disk_that_then_is_full_stops_no_step_and_keeps_the_last_good_che
     workspace: Any, patch_children: Any
 ) -> None:
     """The first of a checkpoint a step is written during all other steps; there is no room for the last one."""
-    settings = ("data.eval=[]", "train.epochs=1", "train.checkpoint_every=1")
+    settings = ("data.eval=[]", "train.max_steps=12", "train.checkpoint_every=1")
     arguments = [word for setting in settings for word in ("--set", setting)]
     patch_children({"consumer.saver": DISK})
     failed = workspace.run("full", *arguments)
@@ -82,7 +84,7 @@ def test_a_slow_disk_that_then_is_full_stops_no_step_and_keeps_the_last_good_che
         ("checkpoint failed", None),
     ]
     assert events[0]["text"] == "checkpoint at step 2 is postponed: the one before is still being written"
-    assert events[1]["write_s"] >= 1.5
+    assert events[1]["write_s"] > 0
     assert events[1]["stall_s"] >= 0
     assert "the step loop stood still for" in (workspace.runs / "full/report.md").read_text()
     newest = workspace.runs / "full/checkpoints/latest"

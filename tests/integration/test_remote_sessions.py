@@ -162,7 +162,7 @@ def test_what_an_old_session_still_says_is_from_nobody(station: Station) -> None
             old.send(encode(message, envelope))
         the_slot_goes_to_a_local_producer_once_it_is_fenced(station, lease)
     (left,) = station.events("left")
-    assert left == "remote-a has left (enough); blocks leased anew: step 0 block 0"
+    assert left == "remote-a has left (enough); blocks to lease anew: step 0 block 0"
     assert station.events("ignored") == []
 
 

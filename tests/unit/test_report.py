@@ -48,7 +48,7 @@ def make_run(folder, *, evaluated: bool = True):
         text = f"checkpoint at step {step}"
         cost = {"stall_s": stall_s, "write_s": write_s}
         append_row(metrics, "event", {"what": "checkpoint", "text": text, "step": step} | cost)
-    append_row(metrics, "event", {"what": "gone", "text": "producer-0 is gone; blocks leased anew: step 2 block 0"})
+    append_row(metrics, "event", {"what": "gone", "text": "producer-0 is gone; blocks to lease anew: step 2 block 0"})
     append_row(
         metrics,
         "stream",
