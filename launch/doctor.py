@@ -53,7 +53,8 @@ def examine(config: Path | None) -> tuple[dict[str, Any], list[str], bool]:
             notes.append("this CPU has no bfloat16 instructions: fp32 is used, about half as fast")
     placed: list[str] = []
     if config is not None:
-        placed, found = _try_config(config)
+        placed, missing, found = _try_config(config)
+        notes += missing
         problems += found
     lines = [
         f"python {report['python']}; " + ", ".join(f"{name} {found or 'missing'}" for name, found in versions.items()),
@@ -92,23 +93,28 @@ def recompute_goldens(files: Sequence[Path], device: str) -> tuple[dict[str, Any
     return report, lines, sound
 
 
-def _try_config(config: Path) -> tuple[list[str], list[str]]:
-    """Who would run where, and why a config could not run here: the checks of `run` that need no data and no model."""
+def _try_config(config: Path) -> tuple[list[str], list[str], list[str]]:
+    """Who would run where, which kernels of the target are missing, and why a config could not run here: the checks of
+    `run` that need no data and load no model."""
     from launch.config import load_config
     from launch.placement import place, show_placement
     from launch.start import outline
+    from producer.kernels import kernel_notes
     from producer.locate import locate_target
 
     placed: list[str] = []
+    missing: list[str] = []
     try:
         loaded = load_config(config)
         gpus = visible_gpus()
         placement = place(loaded.gpus, len(gpus))
         placed.append(show_placement(placement, gpus))
-        outline(loaded, locate_target(loaded.target), placement, gpus, free_memory_bytes())
+        folder = locate_target(loaded.target)
+        missing += kernel_notes(folder)
+        outline(loaded, folder, placement, gpus, free_memory_bytes())
     except RequestError as error:
-        return placed, [str(error)]
-    return placed, []
+        return placed, missing, [str(error)]
+    return placed, missing, []
 
 
 def _version(name: str) -> str | None:

@@ -23,7 +23,9 @@ from launch.config import Config
 from launch.hosts import listening
 from launch.machine import Gpu
 from launch.placement import Placement
+from producer.kernels import kernel_notes
 from producer.locate import feature_dtype, read_target_facts, target_fingerprint, weight_size
+from producer.precision import check_precision
 from protocol.block import CARRIERS
 from protocol.cursor import check_fit
 from protocol.dataset import TokenDataset
@@ -64,6 +66,7 @@ class Outline(msgspec.Struct, frozen=True):
 def outline(config: Config, target_dir: Path, placement: Placement, gpus: Sequence[Gpu], free_bytes: int) -> Outline:
     """Checks a request against its target and this machine. Raises RequestError."""
     facts = read_target_facts(target_dir)
+    check_precision(target_dir, placement.producers[0])
     shape = resolve_shape(config.drafter, facts, range(facts["vocab_size"]))
     dtype = feature_dtype(config.target, facts, placement.producers[0])
     if config.drafter.init_from is not None:
@@ -85,7 +88,7 @@ def outline(config: Config, target_dir: Path, placement: Placement, gpus: Sequen
     if placement.producers[0] == "cpu":
         _refuse_what_cannot_fit(needs[0], placement, free_bytes)
     budgets = divide(placement, gpus, *needs)
-    notes = occupied(placement, gpus)
+    notes = [*occupied(placement, gpus), *kernel_notes(target_dir)]
     if budgets.producer:
         shares = f"{show_bytes(budgets.producer)} for the producer, {show_bytes(budgets.consumer)} for the consumer"
         needed = f"they need {show_bytes(needs[0].total)} and {show_bytes(needs[1].total)} at most"

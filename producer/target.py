@@ -13,6 +13,7 @@ from torch import nn
 
 from producer.config import TargetConfig
 from producer.locate import feature_dtype, read_target_facts
+from producer.precision import check_precision, quantisation
 from producer.quiet import hush
 from protocol.errors import RequestError
 
@@ -38,18 +39,22 @@ class Target:
 def load_target(folder: Path, config: TargetConfig, device: str) -> Target:
     """The target out of the local model `folder` on `device` ("cpu", "cuda:0").
 
-    Raises RequestError when transformers does not know the architecture, when the checkpoint lacks tensors (they would
-    silently be random), or when decoder layers, embedding or output head cannot be told apart.
+    Raises RequestError when transformers does not know the architecture, when the weights are quantised in a way that
+    would not run here as it is served, when the checkpoint lacks tensors (they would silently be random), or when
+    decoder layers, embedding or output head cannot be told apart.
     """
     hush()
+    check_precision(folder, device)
     facts = read_target_facts(folder)
     options: dict[str, Any] = {
         "dtype": getattr(torch, feature_dtype(config, facts, device)),
-        "attn_implementation": config.attn,
+        "attn_implementation": None if config.attn == "auto" else config.attn,
         "trust_remote_code": config.trust_remote_code,
         "local_files_only": True,
         "output_loading_info": True,
     }
+    if quantisation(folder):
+        options["device_map"] = {"": device}  # packed weights are laid out for their device while they are loaded
     text_model: Any = transformers.AutoModelForCausalLM
     multimodal: Any = transformers.AutoModelForImageTextToText
     try:

@@ -63,14 +63,41 @@ def make_tokenizer() -> Callable[..., Any]:
     return make
 
 
+# What a kind of target has beside the common sizes: one full period of a hybrid's layers, windows shorter than the
+# sequences that tests run.
+HYBRID = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXED_WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+VISION = {"depth": 4, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 8}),
+    "gemma2": ("Gemma2Config", {**MIXED_WINDOWS, "tie_word_embeddings": True}),
+    "gemma3": ("Gemma3TextConfig", MIXED_WINDOWS),
+    "qwen3_5": ("Qwen3_5TextConfig", HYBRID),
+    "qwen3_5_multimodal": ("Qwen3_5Config", HYBRID),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 16}),
+    "gpt_oss": ("GptOssConfig", {**MIXED_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., Any]:
-    """Builds a tiny random causal LM, "llama", "qwen3" or "gemma3", in float32 and eval mode."""
+    """Builds a tiny random target of a kind of TARGETS, in float32 and eval mode: 4 layers, hidden 32, 400 tokens."""
 
     def make(kind: str = "llama", **changes: Any) -> Any:
         import torch
         import transformers
 
+        name, own = TARGETS[kind]
         sizes: dict[str, Any] = {
             "vocab_size": 400,
             "hidden_size": 32,
@@ -84,16 +111,15 @@ def make_model() -> Callable[..., Any]:
             "bos_token_id": 1,
             "eos_token_id": 3,
             "pad_token_id": None,
+            **own,
             **changes,
         }
-        configs = {
-            "llama": transformers.LlamaConfig,
-            "qwen3": transformers.Qwen3Config,
-            "gemma3": transformers.Gemma3TextConfig,
-        }
-        torch.manual_seed(0)
         auto: Any = transformers.AutoModelForCausalLM
-        return auto.from_config(configs[kind](**sizes), dtype=torch.float32).eval()
+        if kind.endswith("_multimodal"):
+            auto = transformers.AutoModelForImageTextToText
+            sizes = {"text_config": sizes, "vision_config": VISION, "image_token_id": 5, "video_token_id": 6}
+        torch.manual_seed(0)
+        return auto.from_config(getattr(transformers, name)(**sizes), dtype=torch.float32).eval()
 
     return make
 

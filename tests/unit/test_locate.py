@@ -150,6 +150,20 @@ def test_local_folder_is_used_as_it_is(make_folder: Callable[..., Path]) -> None
         locate_target(TargetConfig(model=str(folder)))
 
 
+def test_weights_that_would_have_to_be_converted_are_refused(tmp_path: Path) -> None:
+    """Case E4 of the public failure reports: a GGUF file beside a config is not unpacked on the way."""
+    folder = config_folder(tmp_path / "m", QWEN35)
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(RequestError, match=r"no \*\.safetensors weights; convert the model"):
+        locate_target(TargetConfig(model=str(folder)))
+
+
+def test_config_without_a_dtype_means_bfloat16(tmp_path: Path) -> None:
+    config = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 10}
+    assert read_target_facts(config_folder(tmp_path, config))["dtype"] == "bfloat16"
+    assert feature_dtype(TargetConfig(), {"dtype": "float8_e4m3fn"}, "cuda:0") == "bfloat16"
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [

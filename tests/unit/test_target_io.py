@@ -57,33 +57,12 @@ def test_head_is_the_model_s_own_bit_for_bit(
     assert [path.name for path in tmp_path.iterdir() if "part" in path.name] == []
 
 
-def test_nested_text_model(tmp_path: Path, make_tokenizer: Callable[..., Any]) -> None:
-    import transformers
-
-    text = {
-        "vocab_size": 400,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
-    vision = {"depth": 4, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
-    kinds: Any = transformers
-    config = kinds.Qwen3_5Config(text_config=text, vision_config=vision, image_token_id=5, video_token_id=6)
-    torch.manual_seed(0)
-    model = kinds.Qwen3_5ForConditionalGeneration(config).eval()
-    model.save_pretrained(tmp_path / "m")
-    target = load_target(tmp_path / "m", FP32, "cpu")
+def test_nested_text_model(tmp_path: Path, make_folder: Callable[..., Path], make_model: Callable[..., Any]) -> None:
+    target = load_target(make_folder("qwen3_5_multimodal"), FP32, "cpu")
     assert len(target.layers) == 4
     write_target_io(tmp_path / "io.safetensors", target, "f")
     tensors, _, _ = stored(tmp_path / "io.safetensors")
+    model = make_model("qwen3_5_multimodal")
     assert torch.equal(tensors["embed_tokens"], model.model.language_model.embed_tokens.weight)
     assert torch.equal(tensors["lm_head"], model.lm_head.weight)
 
