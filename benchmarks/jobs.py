@@ -42,6 +42,7 @@ def plain_job(**changes: Any) -> Job:
             "transport": "shm",
             "payload_address": "",
             "target_dir": "",
+            "padding_mask": True,
             "dataset_dir": "",
             "taps": (0,),
             "width": WIDTH,

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from consumer.state import MASTER, MOMENTS
+from protocol.pinning import pin
 
 _FLOAT_BYTES = 4
 # A tensor begins on a cache line.
 _ALIGN_FLOATS = 16
-_PORTABLE = 1  # cudaHostRegisterPortable
 
 log = logging.getLogger(__name__)
 
@@ -73,10 +73,8 @@ def _touched(count: int) -> Tensor:
 def _pin(memory: Tensor, device: torch.device) -> None:
     """Registers `memory` with CUDA as it is: PyTorch's own pinned memory is rounded up to a power of two. Without it
     copies are four times slower and as exact."""
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
-    if code == 0:
+    if pin(torch.cuda.cudart(), memory.data_ptr(), memory.nbytes):  # type: ignore[no-untyped-call]
         return
-    log.warning("checkpoints are staged in pageable memory: CUDA could not pin %d bytes (%d)", memory.nbytes, code)
+    log.warning("checkpoints are staged in pageable memory: CUDA cannot pin %d bytes", memory.nbytes)
     with contextlib.suppress(RuntimeError):  # the error would come up again in the next kernel's name
         torch.zeros(1, device=device)

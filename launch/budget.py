@@ -9,7 +9,7 @@ Producer
     held       the target's weights in the dtype that it runs in
     workspace  T h (8 e + 12) + 4 T m e  one layer of a pass, m the target's MLP width: residual, norm, attention, MLP
                + T S (1 + e)             the padding mask, as bools and as the kernel takes it
-               + T taps h e              the features on their way out
+               + T h e (2 taps + 1)      the features in two buffers on their way out, and one tap's rows
                the first two for T / 0.85 rows, padding counted, or as many as hide behind a GPU's launches
 
 Consumer, P parameters
@@ -88,7 +88,8 @@ def producer_need(weight_bytes: int, facts: Mapping[str, Any], taps: int, width:
     free_tokens = min(launch_bound_tokens(facts), block.tokens // 2 * block.longest)
     rows = max(block.tokens / SHORTEST_SHARE, free_tokens)
     layer = hidden * (8 * width + 12) + 4 * mlp * width + block.longest * (1 + width)
-    return Need(weight_bytes, int(rows * layer) + block.tokens * taps * hidden * width)
+    staging = block.tokens * hidden * width * (2 * taps + 1)
+    return Need(weight_bytes, int(rows * layer) + staging)
 
 
 def consumer_need(shape: DrafterShape, tied: bool, width: int, compute_width: int, block: Block) -> Need:

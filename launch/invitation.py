@@ -69,6 +69,7 @@ def _invitation(config: Config, job: Job, token: str, public_key: str) -> Join:
         taps=job.taps,
         width=job.width,
         dtype=job.dtype,
+        padding_mask=job.padding_mask,
         plan_hash=job.plan_hash,
         threads=threads_per_process(),
         versions=versions(),

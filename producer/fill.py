@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from producer.forward import features_of
+from producer.forward import features_into
+from producer.stage import Filled, Stage
 from producer.taps import Taps
 from producer.target import Target
-from protocol.block import Table, block_table, checksum, table_bytes, views
+from protocol.block import Table, block_table, table_bytes, views
 from protocol.messages import Lease
 
 
@@ -31,13 +33,19 @@ def lease_table(lease: Lease, job: Features) -> Table:
 
 
 def fill(
-    target: Target, taps: Taps, lease: Lease, slot: memoryview, job: Features, wanted: Callable[[], bool] = lambda: True
-) -> tuple[int, int]:
-    """Writes the leased samples into the slot; returns the 64-bit sum of the features it wrote and how often a batch
+    target: Target,
+    taps: Taps,
+    lease: Lease,
+    slot: memoryview,
+    job: Features,
+    stage: Stage,
+    wanted: Callable[[], bool] = lambda: True,
+) -> tuple[Filled, int]:
+    """Writes the leased samples into the slot; returns what to wait for until all of it is there, and how often a batch
     was halved for lack of memory.
 
     A part of a block writes only its own samples' rows; the small tensors are the same whoever writes them. Raises
-    Unwanted as soon as `wanted` says no between two forward passes.
+    Unwanted as soon as `wanted` says no between two forward passes; then nothing more is written.
     """
     tensors = views(slot, lease_table(lease, job))
     offsets = _offsets(lease)
@@ -47,17 +55,14 @@ def fill(
     tensors["offsets"][:] = offsets
     tensors["samples"][:] = lease.samples
     rows: list[NDArray[np.int32]] = [token_ids[offsets[at] : offsets[at + 1]] for at in lease.positions]
-    features = tensors["features"]
-    if len(rows) == len(lease.samples):
-        halved = features_of(target, taps, rows, features, wanted)
-        return checksum(features), halved
-    part = np.empty((sum(map(len, rows)), job.width), features.dtype)
-    halved = features_of(target, taps, rows, part, wanted)
-    start = 0
-    for at, row in zip(lease.positions, rows, strict=True):
-        features[offsets[at] : offsets[at + 1]] = part[start : start + len(row)]
-        start += len(row)
-    return checksum(part), halved
+    features = torch.from_numpy(tensors["features"])
+    features = features if features.dtype == target.dtype else features.view(target.dtype)
+    pieces = [features[offsets[at] : offsets[at + 1]] for at in lease.positions]
+    if lease.positions == tuple(range(len(lease.samples))):
+        pieces = [features]
+    out = stage.begin(pieces)
+    halved = features_into(out, target, taps, rows, wanted)
+    return stage.end(out, pieces), halved
 
 
 def written_ranges(lease: Lease, job: Features) -> list[tuple[int, int]]:

@@ -26,20 +26,39 @@ def features_of(
     out: NDArray[np.generic],
     wanted: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Fills `out` with the tapped features of `samples`, token ids `[L_i]` each.
-
-    `out` is contiguous, `[sum L_i, taps * H]`, in the target's dtype (uint16 words carry bfloat16); rows follow the
-    given order of samples. Batches are padded on the right, with the padding mask passed: the one arrangement that is
-    exact for every decoder, recurrent layers included. The result depends on the samples of the block and on nothing
-    else, bit for bit at a fixed number of threads, unless memory is short: then a batch is halved, down to one sample,
-    and rounds differently. Returns how often that happened; raises torch.OutOfMemoryError when one sample is too large,
-    Unwanted when `wanted`, which is asked before each batch, says no.
-    """
-    lengths = [len(sample) for sample in samples]
-    if out.shape[0] != sum(lengths) or not out.flags.c_contiguous or min(lengths, default=0) < 1:
-        raise ValueError(f"features buffer {out.shape} does not fit samples of {lengths} tokens")
+    """`features_into` for a host array, contiguous, in the target's dtype (uint16 words carry bfloat16). All of it is
+    there when this returns."""
+    if not out.flags.c_contiguous:
+        raise ValueError("a features buffer is contiguous")
     host = torch.from_numpy(out)
     host = host if host.dtype == target.dtype else host.view(target.dtype)
+    if target.device.type == "cpu":
+        return features_into(host, target, taps, samples, wanted)
+    staging = torch.empty(host.shape, dtype=host.dtype, device=target.device)
+    halved = features_into(staging, target, taps, samples, wanted)
+    host.copy_(staging)
+    return halved
+
+
+def features_into(
+    out: torch.Tensor,
+    target: Target,
+    taps: Taps,
+    samples: Sequence[IntArray],
+    wanted: Callable[[], bool] = lambda: True,
+) -> int:
+    """Fills `out` with the tapped features of `samples`, token ids `[L_i]` each.
+
+    `out` is `[sum L_i, taps * H]`, in the target's dtype and on its device; rows follow the given order of samples.
+    Batches are padded on the right: the one arrangement that is exact for every decoder, recurrent layers included. The
+    result depends on the samples of the block and on nothing else, bit for bit at a fixed number of threads, unless
+    memory is short: then a batch is halved, down to one sample, and rounds differently. Returns how often that
+    happened; raises torch.OutOfMemoryError when one sample is too large, Unwanted when `wanted`, which is asked before
+    each batch, says no. On a GPU the work is only enqueued when this returns.
+    """
+    lengths = [len(sample) for sample in samples]
+    if out.shape[0] != sum(lengths) or min(lengths, default=0) < 1:
+        raise ValueError(f"features buffer {tuple(out.shape)} does not fit samples of {lengths} tokens")
     starts = np.concatenate(([0], np.cumsum(lengths)))
     halved = 0
     # A batch's padding costs nothing while a GPU waits for launches; a CPU pays for every token.
@@ -49,8 +68,9 @@ def features_of(
         if not wanted():
             raise Unwanted
         places = waiting.pop()
+        to = np.concatenate([np.arange(starts[place], starts[place + 1]) for place in places])
         try:
-            staging = _run(target, taps, [samples[place] for place in places], out.shape[1])
+            run_batch(target, taps, [samples[place] for place in places], out, to)
         except torch.OutOfMemoryError:
             if len(places) == 1:
                 raise
@@ -58,25 +78,26 @@ def features_of(
             middle = len(places) // 2
             waiting += [places[middle:], places[:middle]]
             halved += 1
-            continue
-        start = 0
-        for place in places:
-            host[starts[place] : starts[place + 1]].copy_(staging[start : start + lengths[place]])
-            start += lengths[place]
     return halved
 
 
-def _run(target: Target, taps: Taps, samples: Sequence[IntArray], width: int) -> torch.Tensor:
-    """Features `[sum L_i, width]` of one batch, longest sample first, on the target's device."""
-    lengths = [len(sample) for sample in samples]
+def run_batch(
+    target: Target, taps: Taps, samples: Sequence[IntArray], out: torch.Tensor, to: NDArray[np.int64]
+) -> None:
+    """One padded pass, longest sample first; its tokens, sample by sample, go to the rows `to` of `out`."""
+    lengths = np.array([len(sample) for sample in samples])
     ids = np.zeros((len(samples), lengths[0]), dtype=np.int64)
     for line, sample in enumerate(samples):
         ids[line, : len(sample)] = sample
-    mask = np.arange(lengths[0]) < np.asarray(lengths)[:, None]
-    rows = torch.from_numpy(np.flatnonzero(mask)).to(target.device)
-    staging = torch.empty((sum(lengths), width), dtype=target.dtype, device=target.device)
-    with taps.capture(rows, staging):
-        run_text(
-            target, torch.from_numpy(ids).to(target.device), torch.from_numpy(mask.astype(np.int64)).to(target.device)
-        )
-    return staging
+    mask = np.arange(lengths[0]) < lengths[:, None]
+    rows = on_device(np.flatnonzero(mask), target.device)
+    with taps.capture(rows, out, on_device(to, target.device)):
+        padded = target.padding_mask and not mask.all()
+        attention_mask = on_device(mask.astype(np.int64), target.device) if padded else None
+        run_text(target, on_device(ids, target.device), attention_mask)
+
+
+def on_device(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """The array on the device; a copy to a GPU is only enqueued."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -15,8 +15,9 @@ from protocol.errors import RequestError
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One start of a run, as another host sees it. `server_key` is the public half of its CURVE key ("": plain text);
-    `weights` names the target's weights and `target.dtype` is settled; `width` is taps x hidden; `threads` is what each
-    producer computes with on a CPU, where sums depend on it."""
+    `weights` names the target's weights and `target.dtype` is settled; `width` is taps x hidden;
+    `padding_mask`: whether batches are run with it; `threads` is what each producer computes with on a CPU, where sums
+    depend on it."""
 
     run: str
     run_id: str
@@ -30,6 +31,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     taps: tuple[int, ...]
     width: int
     dtype: str
+    padding_mask: bool
     plan_hash: str
     threads: int
     versions: dict[str, str]

@@ -19,6 +19,7 @@ import zmq
 
 from producer.join import Join
 from producer.outlet import ChunkOutlet
+from producer.stage import make_stage
 from producer.taps import Taps
 from producer.target import Target
 from producer.worker import Producer
@@ -81,7 +82,8 @@ class Remote:
             outlet = ChunkOutlet(join.payload_address, join.run_id, greeting, slot_bytes, peer, join.server_key)
             self._say(f"joined run {join.run} as {self.name}")
             try:
-                reason = Producer(join, self._target, self._taps, peer, outlet, self._count).run()
+                stage = make_stage(self._target, slot_bytes, join.width)
+                reason = Producer(join, self._target, self._taps, peer, outlet, stage, self._count).run()
             finally:
                 self._reached_s = time.monotonic()
         except DraftwireError as error:

@@ -15,12 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import torch
+import transformers
 
+from producer.checked import FILE_NAME, SelfCheck, read_self_check
 from producer.drafter_init import init_fingerprint, write_drafter_init
 from producer.evalshard import held_out_prompts, shard_fingerprint, write_eval_shard
 from producer.locate import read_target_facts, target_fingerprint
 from producer.prepare import prepare
 from producer.samples import SampleMaker
+from producer.selfcheck import self_check, some_samples
 from producer.setup_args import Resumed, SetupArgs
 from producer.target import Target, load_target, stop_ids
 from producer.target_io import is_current, write_target_io
@@ -58,6 +62,7 @@ def run_setup(args: SetupArgs, say: Callable[[str], None]) -> TokenDataset:
         say(f"wrote {init_path}")
     if not args.data.eval:
         say("data.eval is not set: no evaluation shard, acceptance length will not be measured")
+        _check_target(args, dataset, weights, target, say)
         return dataset
     fingerprint = shard_fingerprint(
         args.data, dataset.fingerprint, weights, args.taps, args.eval_prompts, args.eval_max_new_tokens
@@ -77,7 +82,31 @@ def run_setup(args: SetupArgs, say: Callable[[str], None]) -> TokenDataset:
             say=say,
         )
         say(f"wrote {eval_path}: {rows} prompts with the target's own answers")
+    _check_target(args, dataset, weights, target, say)
     return dataset
+
+
+def _check_target(
+    args: SetupArgs, dataset: TokenDataset, weights: str, target: Target | None, say: Callable[[str], None]
+) -> None:
+    """The self-check, last of all: it may leave the layers compiled."""
+    run_dir, compiled = Path(args.run_dir), args.target.compiles_on(args.device)
+    device = torch.cuda.get_device_name(args.device) if args.device != "cpu" else "cpu"
+    software = f"torch {torch.__version__}, transformers {transformers.__version__}, compiled {compiled}"
+    fingerprint = f"{weights}, taps {args.taps}, data {dataset.fingerprint}, {device}, {software}"
+    before = read_self_check(run_dir)
+    if before is not None and before.fingerprint == fingerprint:
+        return
+    target = target or _loaded(args, say)
+    say("self-check: a padded batch of samples against each alone" + (", compiled" if compiled else ""))
+    padding_mask, taps = self_check(target, args.taps, some_samples(dataset), compiled)
+    for check in taps:
+        say(str(check))
+    say(f"self-check passed; batches run {'with' if padding_mask else 'without'} their padding mask")
+    found = SelfCheck(fingerprint=fingerprint, padding_mask=padding_mask, taps=taps)
+    part = run_dir / f"{FILE_NAME}.part"
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+    part.rename(run_dir / FILE_NAME)
 
 
 def _check_resumable(resumed: Resumed, dataset: TokenDataset) -> None:

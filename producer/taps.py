@@ -34,39 +34,40 @@ class Taps:
         self._counts = [0] * len(ids)
         self._rows: torch.Tensor | None = None
         self._out: torch.Tensor | None = None
+        self._to: torch.Tensor | None = None
         self._handles = [layers[tap].register_forward_hook(self._hook(place)) for place, tap in enumerate(ids)]
 
     def _hook(self, place: int) -> Any:
         def copy_rows(module: nn.Module, inputs: Any, output: Any) -> None:
-            if self._out is None or self._rows is None:
+            if self._out is None or self._rows is None or self._to is None:
                 return
             hidden = output[0] if isinstance(output, tuple) else output
             self._counts[place] += 1
             if self._counts[place] == 1:
                 width = hidden.shape[-1]
-                flat = hidden.detach().reshape(-1, width)
-                self._out[:, place * width : (place + 1) * width] = flat.index_select(0, self._rows)
+                picked = hidden.detach().reshape(-1, width).index_select(0, self._rows)
+                self._out[:, place * width : (place + 1) * width].index_copy_(0, self._to, picked)
             if self.ids[place] == max(self.ids):
                 raise _Enough
 
         return copy_rows
 
     @contextmanager
-    def capture(self, rows: torch.Tensor, out: torch.Tensor) -> Iterator[None]:
-        """While open, one forward pass copies rows `rows` (int64 `[T]`, into the flattened `[B * S, H]`) of every tap
-        into `out` `[T, taps * H]`, tap j in columns `j * H` to `(j + 1) * H`. The pass ends at the last tap: the layers
-        behind it, the final norm and what follows in the `with` body do not run.
+    def capture(self, rows: torch.Tensor, out: torch.Tensor, to: torch.Tensor) -> Iterator[None]:
+        """While open, one forward pass copies rows `rows` (int64 `[T]`, of the flattened `[B * S, H]`) of every tap to
+        rows `to` (int64 `[T]`) of `out` `[.., taps * H]`, tap j in columns `j * H` to `(j + 1) * H`. The pass ends at
+        the last tap: the layers behind it, the final norm and what follows in the `with` body do not run.
 
         Raises RunError, naming the tap, unless each tapped layer ran exactly once.
         """
         self._counts = [0] * len(self.ids)
-        self._rows, self._out = rows, out
+        self._rows, self._out, self._to = rows, out, to
         try:
             yield
         except _Enough:
             pass
         finally:
-            self._rows = self._out = None
+            self._rows = self._out = self._to = None
         for tap, count in zip(self.ids, self._counts, strict=True):
             if count != 1:
                 raise RunError(f"tap {tap}: decoder layer {tap} was captured {count} times in one forward, not once")

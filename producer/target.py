@@ -24,6 +24,7 @@ class Target:
 
     `model` is the whole causal LM (for generation), `text` the decoder stack without the head, `layers` its decoder
     layers, `embedding` and `head` the modules that hold the weights `[V, H]`. `facts` is `read_target_facts`.
+    `padding_mask`: whether batches with padding need their mask (producer/selfcheck.py).
     """
 
     model: Any
@@ -34,6 +35,7 @@ class Target:
     facts: dict[str, Any]
     dtype: torch.dtype
     device: torch.device
+    padding_mask: bool = True
 
 
 def load_target(folder: Path, config: TargetConfig, device: str) -> Target:
@@ -102,8 +104,8 @@ def _decoder(model: nn.Module, embedding: nn.Module, count: int) -> tuple[nn.Mod
     return found[-1]
 
 
-def run_text(target: Target, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
-    """One forward pass of the decoder stack, `[B, S]` int64 ids and mask: no head, no cache, no graph.
+def run_text(target: Target, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+    """One forward pass of the decoder stack, `[B, S]` int64 ids and mask (None: none): no head, cache or graph.
 
     What it computes is read through taps; the result itself is not needed.
     """

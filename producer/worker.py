@@ -7,24 +7,29 @@ for room. Without a ring to map, payload leaves over ZeroMQ.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from producer.assignments import Assignments
+from producer.compiled import compile_and_warm_up
 from producer.config import TargetConfig
-from producer.fill import Features, fill, written_ranges
+from producer.fill import Features, fill
+from producer.finisher import Finisher
 from producer.forward import Unwanted
 from producer.outlet import ArenaOutlet, ChunkOutlet, Outlet, nack
+from producer.stage import Stage, make_stage, pinned_arena
 from producer.taps import Taps
 from producer.target import Target, load_target
 from protocol.arena import Arena
 from protocol.child import run_child
 from protocol.errors import RunError
-from protocol.job import read_job, read_section, run_token
-from protocol.messages import Lease, Nack, Ready, Stop, Want
+from protocol.job import Job, read_job, read_section, run_token
+from protocol.messages import Lease, Nack, Stop, Want
 from protocol.peer import Peer, hello
 
 
@@ -38,46 +43,42 @@ class Producer:
         taps: Taps,
         peer: Peer,
         outlet: Outlet,
-        filled: Callable[[Lease], None] = lambda lease: None,
+        stage: Stage,
+        finished: Callable[[Lease], None] = lambda lease: None,
     ) -> None:
         self._job, self._target, self._taps, self._peer, self._outlet = job, target, taps, peer, outlet
-        self._filled = filled
+        self._stage = stage
         self._assignments = Assignments(peer.inbox)
+        self._finisher = Finisher(job, outlet, peer, finished, threaded=stage.ahead > 1)
 
     def run(self) -> str:
         """Fills leases until the coordinator says stop or is lost; returns the reason."""
-        self._peer.send(Want(kind="model"))
-        while not isinstance(lease := self._assignments.next(), Stop):
-            if (refusal := self._work(lease)) is not None:
-                self._outlet.abandon(lease)
-                self._peer.send(refusal)
-            self._peer.send(Want(kind="model"))
-            self._peer.progress += 1
-        return lease.reason
+        try:
+            for _ in range(self._stage.ahead):
+                self._peer.send(Want(kind="model"))
+            while not isinstance(lease := self._assignments.next(), Stop):
+                if (refusal := self._work(lease)) is not None:
+                    self._outlet.abandon(lease)
+                    self._peer.send(refusal)
+                    self._peer.send(Want(kind="model"))
+                    self._peer.progress += 1
+            return lease.reason
+        finally:
+            self._finisher.close()
 
     def _work(self, lease: Lease) -> Nack | None:
         """Fills one block and lets it go, or says why not."""
         try:
             if (room := self._outlet.room(lease, lambda: self._assignments.wanted(lease))) is None:
                 raise Unwanted
-            started = time.monotonic()
-            total, halved = fill(self._target, self._taps, lease, room, self._job, lambda: self._goes_on(lease))
+            goes_on = partial(self._goes_on, lease)
+            filled, halved = fill(self._target, self._taps, lease, room, self._job, self._stage, goes_on)
         except Unwanted:
             return nack(lease, "taken back", retryable=True)
         except torch.OutOfMemoryError as error:
             # Even one sample alone did not fit, and will not the next time either.
             return nack(lease, f"out of memory: {error}", retryable=False)
-        ready = Ready(
-            step=lease.step,
-            index=lease.index,
-            kind=lease.kind,
-            attempt=lease.attempt,
-            checksum=total,
-            busy_s=time.monotonic() - started,
-            halved=halved,
-        )
-        self._outlet.commit(lease, written_ranges(lease, self._job), ready)
-        self._filled(lease)
+        self._finisher.submit(lease, filled, halved)
         return None
 
     def _goes_on(self, lease: Lease) -> bool:
@@ -95,20 +96,33 @@ def main(run_dir: Path, index: int, ring_fd: int | None) -> None:
         if job.producer_bytes:
             total_bytes = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(job.producer_bytes / total_bytes, device)
-    target = load_target(Path(job.target_dir), read_section(run_dir, "target", TargetConfig), device)
-    greeting = hello("producer", job.producer_names[index], index, run_token(), job.schema)
-    peer = Peer(job.address, job.run_id, greeting, job.hang_s)
-    outlet: Outlet
-    if ring_fd is not None:
-        outlet = ArenaOutlet(Arena(ring_fd, job.slots, job.slot_bytes), peer)
-    else:
-        outlet = ChunkOutlet(job.payload_address, job.run_id, greeting, job.slot_bytes, peer)
+    config = read_section(run_dir, "target", TargetConfig)
+    target = replace(load_target(Path(job.target_dir), config, device), padding_mask=job.padding_mask)
     with Taps(target.layers, job.taps) as taps:
-        reason = Producer(job, target, taps, peer, outlet).run()
-    outlet.close()
-    peer.close()
+        if config.compiles_on(device):
+            compile_and_warm_up(target, taps)
+        reason = _serve(run_dir, job, index, ring_fd, target, taps)
     if reason != "done":
         raise RunError(reason)
+
+
+def _serve(run_dir: Path, job: Job, index: int, ring_fd: int | None, target: Target, taps: Taps) -> str:
+    """Joins and fills leases until the run ends; returns the reason."""
+    greeting = hello("producer", job.producer_names[index], index, run_token(), job.schema)
+    peer = Peer(job.address, job.run_id, greeting, job.hang_s)
+    with ExitStack() as stack:
+        outlet: Outlet
+        if ring_fd is not None:
+            arena = Arena(ring_fd, job.slots, job.slot_bytes)
+            stack.enter_context(pinned_arena(arena, target.device))
+            outlet = ArenaOutlet(arena, peer)
+        else:
+            outlet = ChunkOutlet(job.payload_address, job.run_id, greeting, job.slot_bytes, peer)
+        stage = make_stage(target, job.slot_bytes, job.width)
+        reason = Producer(job, target, taps, peer, outlet, stage).run()
+        outlet.close()
+    peer.close()
+    return reason
 
 
 if __name__ == "__main__":

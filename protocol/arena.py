@@ -12,6 +12,8 @@ import mmap
 import os
 from collections.abc import Collection
 
+import numpy as np
+
 from protocol.errors import RequestError
 from protocol.marks import CANARY_BYTES, problem_of, sign, stamp
 from protocol.pages import HUGE_PAGE_BYTES, fill_with_huge_pages, reserved_bytes, transparent_are_offered
@@ -61,6 +63,12 @@ class Arena:
         # Reserved huge pages are mapped whole. MAP_POPULATE moves the page faults of the mapping to start-up.
         nbytes = max(slots * self._stride_bytes, os.fstat(fd).st_size)
         self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+    @property
+    def location(self) -> tuple[int, int]:
+        """(address, bytes) of the mapping, for a device that copies into it."""
+        whole = np.frombuffer(self._map, np.uint8)
+        return whole.ctypes.data, whole.nbytes
 
     def slot(self, index: int) -> memoryview:
         return self._parts(index)[1]

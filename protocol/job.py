@@ -37,8 +37,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One start of a run. `width` is taps x hidden; `dtype` is that of the features in the ring; `shape` is the
     drafter's, as the consumers know it. Payload reaches the ring through shared memory ("shm") or over ZeroMQ ("zmq"),
     then by way of `payload_address`; with `hosts` producers of other hosts may join, which always send it. A process
-    may allocate `producer_bytes` or `consumer_bytes` on its GPU; 0: all that is free there. Who shows no life for
-    `hang_s` seconds is taken to hang."""
+    may allocate `producer_bytes` or `consumer_bytes` on its GPU; 0: all that is free there. `padding_mask`: whether the
+    target's batches are run with it. Who shows no life for `hang_s` seconds is taken to hang."""
 
     run_id: str
     incarnation: int
@@ -46,6 +46,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     transport: Literal["shm", "zmq"]
     payload_address: str
     target_dir: str
+    padding_mask: bool
     dataset_dir: str
     taps: tuple[int, ...]
     width: int

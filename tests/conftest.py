@@ -261,6 +261,7 @@ def make_job() -> Callable[..., Any]:
             "transport": "shm",
             "payload_address": "",
             "target_dir": "",
+            "padding_mask": True,
             "dataset_dir": "",
             "taps": (0,),
             "width": 8,

@@ -18,6 +18,8 @@ SHORT = ("data.eval=[]", "train.epochs=1", "train.quarantine_limit=0.05")
 # In producer/fill.py. POISON: sample -> what is done to its features, and in how many tries of it.
 FILL = """
 import json, os
+from producer.stage import Done
+from protocol.block import checksum
 _fill, _poison, _tries = fill, json.loads(os.environ["POISON"]), {}
 
 def _spoil(how, rows, tokens, slot):
@@ -37,8 +39,9 @@ def _spoil(how, rows, tokens, slot):
         end = np.frombuffer(slot, np.uint8).ctypes.data - np.frombuffer(slot.obj, np.uint8).ctypes.data + len(slot)
         memoryview(slot.obj)[end : end + 2] = b"\\x80\\x3f"
 
-def fill(target, taps, lease, slot, job, wanted=lambda: True):
-    total, halved = _fill(target, taps, lease, slot, job, wanted)
+def fill(target, taps, lease, slot, job, stage, wanted=lambda: True):
+    filled, halved = _fill(target, taps, lease, slot, job, stage, wanted)
+    total, busy_s = filled.wait()
     tensors = views(slot, lease_table(lease, job))
     offsets = tensors["offsets"]
     for at, sample in enumerate(lease.samples):
@@ -49,7 +52,7 @@ def fill(target, taps, lease, slot, job, wanted=lambda: True):
             _spoil(how, tensors["features"][rows], tensors["token_ids"][rows], slot)
             if how != "flipped":  # it is summed as it is sent; a bit flips afterwards
                 total = checksum(tensors["features"])
-    return total, halved
+    return Done(total, busy_s), halved
 """
 # In protocol/arena.py: a late writer of an earlier attempt signs the third block that is filled, after its own writer.
 ARENA = """

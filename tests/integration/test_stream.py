@@ -29,6 +29,7 @@ from launch import coordinator, ingest
 from launch.metrics import of_kind, read_rows
 from producer import worker
 from producer.outlet import ArenaOutlet, ChunkOutlet
+from producer.stage import Done, HostStage
 from protocol import messages as m
 from protocol import peer as peer_module
 from protocol import sockets
@@ -144,14 +145,14 @@ class Station:
             rows = features[block.offsets[at] : block.offsets[at + 1]]
             assert (rows == pattern(block.step, sample, len(rows))[:, None]).all(), (block.step, sample)
 
-    def fill(self, holder: str, taps: None, lease: m.Lease, room: memoryview, job: Job, wanted: Any) -> tuple[int, int]:
+    def fill(self, holder: str, taps: None, lease: m.Lease, room: memoryview, job: Job, *_: Any) -> tuple[Done, int]:
         """Stands in for producer.fill.fill."""
         with self._lock:
             self.filled.append(holder)
             self.held_bytes += sum(lease.lengths) * job.width * 4
             self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)
         time.sleep(self.fill_s)
-        return write_block(lease, room, job.width), 0
+        return Done(write_block(lease, room, job.width), 0.0), 0
 
     # --- the threads ---
 
@@ -179,7 +180,7 @@ class Station:
         else:
             outlet = ChunkOutlet(job.payload_address, job.run_id, greeting, job.slot_bytes, peer)
         self.producing.add(name)
-        reason = worker.Producer(job, name, None, peer, outlet).run()  # type: ignore[arg-type]
+        reason = worker.Producer(job, name, None, peer, outlet, HostStage()).run()  # type: ignore[arg-type]
         outlet.close()
         peer.close()
         assert reason == "done", reason

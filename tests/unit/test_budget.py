@@ -172,15 +172,15 @@ LARGE = {
 def test_a_producer_holds_its_weights_and_works_on_its_block() -> None:
     need = producer_need(1000, LARGE, taps=5, width=2, block=Block(85, 0, 20))
     assert need.held == 1000
-    # 100 padded rows of one layer and of the mask, then 85 rows of features.
-    assert need.workspace == 100 * (10 * 28 + 4 * 30 * 2 + 20 * 3) + 85 * 5 * 10 * 2
+    # 100 padded rows of one layer and of the mask, then 85 rows of features in two buffers and of one tap.
+    assert need.workspace == 100 * (10 * 28 + 4 * 30 * 2 + 20 * 3) + 85 * 11 * 10 * 2
 
 
 def test_a_small_target_s_block_is_padded_more() -> None:
     small = {**LARGE, "head_dim": 8}
     need = producer_need(0, small, taps=5, width=2, block=Block(85, 0, 20))
     # 42 samples of two tokens beside one of 20.
-    assert need.workspace == 840 * (10 * 28 + 4 * 30 * 2 + 20 * 3) + 85 * 5 * 10 * 2
+    assert need.workspace == 840 * (10 * 28 + 4 * 30 * 2 + 20 * 3) + 85 * 11 * 10 * 2
 
 
 def test_a_consumer_holds_16_bytes_a_parameter_and_the_ends_of_the_target(make_drafter) -> None:

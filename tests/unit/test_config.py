@@ -28,6 +28,7 @@ model = "org/model"
 revision = "abc"
 dtype = "bfloat16"
 attn = "eager"
+compile = true
 trust_remote_code = true
 [data]
 train = [{ path = "a.jsonl", format = "sharegpt", thinking = "off" }, { path = "b.jsonl" }]

@@ -10,6 +10,7 @@ import torch
 
 from producer.config import TargetConfig
 from producer.fill import fill
+from producer.stage import HostStage
 from producer.taps import Taps
 from producer.target import load_target
 from protocol.block import block_table, checksum, table_bytes, views
@@ -56,7 +57,8 @@ def test_arrived_features_are_those_of_each_sample_alone(target: Any, make_job: 
     slot = bytearray(table_bytes(table) + 4096)
     slot[-4096:] = b"\xa5" * 4096
     with Taps(target.layers, TAPS) as taps:
-        total, halved = fill(target, taps, lease, memoryview(slot), make_job(width=width, taps=TAPS))
+        filled, halved = fill(target, taps, lease, memoryview(slot), make_job(width=width, taps=TAPS), HostStage())
+        total, _ = filled.wait()
     assert halved == 0
     arrived = views(memoryview(slot), table)
     assert arrived["features"].shape == (sum(LENGTHS), width)  # rows are tokens: padding has nowhere to go
@@ -76,8 +78,11 @@ def test_two_parts_filled_apart_make_the_whole_block(target: Any, make_job: Any)
     table = block_table(sum(LENGTHS), len(LENGTHS), width, "float32")
     whole, parts = bytearray(table_bytes(table)), bytearray(table_bytes(table))
     with Taps(target.layers, TAPS) as taps:
-        fill(target, taps, make_lease((0, 1, 2, 3, 4))[0], memoryview(whole), job)
-        sums = [fill(target, taps, make_lease(part)[0], memoryview(parts), job)[0] for part in ((1, 3), (0, 2, 4))]
+        fill(target, taps, make_lease((0, 1, 2, 3, 4))[0], memoryview(whole), job, HostStage())
+        sums = [
+            fill(target, taps, make_lease(part)[0], memoryview(parts), job, HostStage())[0].wait()[0]
+            for part in ((1, 3), (0, 2, 4))
+        ]
     first, second = views(memoryview(whole), table)["features"], views(memoryview(parts), table)["features"]
     np.testing.assert_allclose(first, second, rtol=0, atol=1e-4)
     assert sum(sums) % 2**64 == checksum(second)

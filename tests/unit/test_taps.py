@@ -17,7 +17,7 @@ from producer.target import Target, as_target, run_text
 from protocol.errors import RequestError, RunError
 
 HIDDEN = 32
-LENGTHS = (7, 64, 1)
+LENGTHS = (45, 48, 41)  # alike enough to share a pass
 
 
 @pytest.fixture(params=["llama", "qwen3"])
@@ -103,11 +103,17 @@ def test_wrong_taps_are_refused(target: Target, ids: list[int]) -> None:
 def test_layer_that_runs_twice_or_never_is_named(target: Target) -> None:
     rows, out = torch.arange(3), torch.empty(3, 2 * HIDDEN)
     with Taps(target.layers, [2, 3]) as taps:
-        with pytest.raises(RunError, match=r"tap 2: .* captured 0 times"), taps.capture(rows, out):
+        with (
+            pytest.raises(RunError, match=r"tap 2: .* captured 0 times"),
+            taps.capture(rows, out, torch.arange(len(rows))),
+        ):
             pass
         twice = torch.nn.Sequential(target.layers[2], target.layers[2])
         target.layers[2].forward = lambda hidden, *args, **kwargs: hidden  # type: ignore[method-assign]
-        with pytest.raises(RunError, match=r"tap 2: .* captured 2 times"), taps.capture(rows, out):
+        with (
+            pytest.raises(RunError, match=r"tap 2: .* captured 2 times"),
+            taps.capture(rows, out, torch.arange(len(rows))),
+        ):
             twice(torch.zeros(1, 3, HIDDEN))
 
 

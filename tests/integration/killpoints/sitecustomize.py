@@ -53,7 +53,7 @@ def _nothing(*_: Any) -> None:
     """Death is all."""
 
 
-def _half(target: Any, taps: Any, rows: Any, out: Any, *_: Any) -> None:
+def _half(out: Any, *_: Any) -> None:
     out[: len(out) // 2] = 1
 
 
@@ -68,7 +68,7 @@ def _producer(point: str, count: int) -> None:
 
     match point:
         case "mid_fill":
-            _arm(fill, "features_of", count, before=_half)
+            _arm(fill, "features_into", count, before=_half)
         case "before_ready":
             _arm(outlet.ArenaOutlet, "commit", count, before=_nothing)
             _arm(outlet.ChunkOutlet, "commit", count, before=_nothing)

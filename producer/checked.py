@@ -1,0 +1,68 @@
+"""What the self-check of the target found (producer/selfcheck.py makes it); no torch here, so the launcher reads it.
+
+It decides, once for a run and all its producers, whether padded batches need their mask: without it attention is 3 to
+16 % faster, and rounds differently, so that producers must agree.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from protocol.errors import RequestError
+
+FILE_NAME = "selfcheck.json"
+LEAST_COSINE = 0.999
+# An error of a batch may be this many times the floor's: floors of few samples scatter.
+FLOOR_FACTOR = 4.0
+# Relative to the tap's root mean square; below it an error is rounding of fp32 at most.
+LEAST_FLOOR = 1e-4
+
+
+class TapCheck(msgspec.Struct, frozen=True):
+    """One tap over all tokens of the samples alone: `mean`, `deviation`, share of exact zeros; and how the padded batch
+    compares: mean cosine over tokens, error and noise floor as the 99th percentile over the tap's root mean square."""
+
+    tap: int
+    mean: float
+    deviation: float
+    zeros: float
+    cosine: float
+    error: float
+    floor: float
+
+    @property
+    def sound(self) -> bool:
+        """Whether the batch equals the samples alone, but for rounding."""
+        return self.cosine >= LEAST_COSINE and self.error <= FLOOR_FACTOR * max(self.floor, LEAST_FLOOR)
+
+    def __str__(self) -> str:
+        return (
+            f"tap {self.tap}: mean {self.mean:.3g}, deviation {self.deviation:.3g}, zeros {self.zeros:.1%}; batched "
+            f"against alone: cosine {self.cosine:.6f}, error {self.error:.2e} (noise floor {self.floor:.2e})"
+        )
+
+
+class SelfCheck(msgspec.Struct, frozen=True):
+    """`fingerprint` names target, data, software and device; `padding_mask`: whether batches are run with it."""
+
+    fingerprint: str
+    padding_mask: bool
+    taps: list[TapCheck]
+
+
+def read_self_check(run_dir: Path) -> SelfCheck | None:
+    """The run's self-check, or None when there is none that can be read."""
+    try:
+        return msgspec.json.decode((run_dir / FILE_NAME).read_bytes(), type=SelfCheck)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def padding_mask_of(run_dir: Path) -> bool:
+    """Raises RequestError when the set-up left no self-check."""
+    found = read_self_check(run_dir)
+    if found is None:
+        raise RequestError(f"{run_dir / FILE_NAME}: no self-check of the target there; start with --resume to make it")
+    return found.padding_mask

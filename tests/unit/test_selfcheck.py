@@ -1,0 +1,114 @@
+"""The self-check: what a padded batch may differ in, what it may not, and what is decided from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from producer.checked import FILE_NAME, SelfCheck, TapCheck, padding_mask_of, read_self_check
+from producer.config import TargetConfig
+from producer.selfcheck import self_check, some_samples, statistics
+from producer.target import Target, as_target
+from protocol.errors import RequestError, RunError
+
+HIDDEN = 32
+TAPS = (0, 2)
+
+
+@pytest.fixture
+def target(make_model: Callable[..., Any]) -> Target:
+    facts = {"num_layers": 4, "hidden_size": HIDDEN, "vocab_size": 400, "model": "tiny"}
+    return as_target(make_model("llama"), facts)
+
+
+@pytest.fixture
+def samples() -> list[np.ndarray[Any, np.dtype[np.int32]]]:
+    draw = np.random.default_rng(0)
+    return [draw.integers(0, 400, length).astype(np.int32) for length in (40, 23, 9, 2)]
+
+
+def mix_over_time(target: Target, layer: int, heed_mask: bool) -> None:
+    """Makes a layer add the mean over all positions, pads included: what no causal decoder does."""
+
+    def add_mean(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+        mask = kwargs.get("attention_mask")
+        if heed_mask and mask is not None:
+            real = (mask[:, 0, -1:, :] == 0).transpose(1, 2) if mask.dtype != torch.bool else mask[:, 0, -1:].mT
+            return output + (output * real).sum(1, keepdim=True) / real.sum(1, keepdim=True)
+        return output + output.mean(1, keepdim=True)
+
+    target.layers[layer].register_forward_hook(add_mean, with_kwargs=True)
+
+
+def test_a_causal_decoder_needs_no_mask(target: Target, samples: Any) -> None:
+    padding_mask, checks = self_check(target, TAPS, samples, compiled=False)
+    assert not padding_mask
+    assert [check.tap for check in checks] == [0, 2]
+    for check in checks:
+        assert check.sound
+        assert check.cosine == pytest.approx(1.0, abs=1e-6)
+        assert check.deviation > 0
+        assert str(check).startswith(f"tap {check.tap}: mean ")
+
+
+def test_one_that_sees_its_padding_is_run_with_the_mask(target: Target, samples: Any) -> None:
+    mix_over_time(target, 1, heed_mask=True)
+    padding_mask, checks = self_check(target, TAPS, samples, compiled=False)
+    assert padding_mask
+    assert all(check.sound for check in checks)
+
+
+def test_one_that_sees_it_in_spite_of_the_mask_is_refused_by_the_name_of_its_tap(target: Target, samples: Any) -> None:
+    mix_over_time(target, 1, heed_mask=False)
+    with pytest.raises(RunError, match=r"self-check: tap 2: .*cosine 0\..* other states in a batch than alone"):
+        self_check(target, TAPS, samples, compiled=False)
+
+
+def test_nan_is_never_sound() -> None:
+    nan = float("nan")
+    good = {"tap": 0, "mean": 0.0, "deviation": 1.0, "zeros": 0.0, "cosine": 1.0, "error": 0.0, "floor": 0.0}
+    assert TapCheck(**good).sound
+    assert not TapCheck(**good | {"cosine": nan}).sound
+    assert not TapCheck(**good | {"error": nan}).sound
+    assert not TapCheck(**good | {"error": 2e-3, "floor": 4e-4}).sound
+    assert TapCheck(**good | {"error": 2e-3, "floor": 6e-4}).sound
+
+
+def test_statistics_of_a_tap() -> None:
+    mean, deviation, zeros = statistics(torch.tensor([[0.0, 2.0], [0.0, 2.0]], dtype=torch.bfloat16))
+    assert (mean, deviation, zeros) == (1.0, 1.0, 0.5)
+
+
+def test_samples_are_few_of_different_lengths_longest_first_and_always_the_same() -> None:
+    class Dataset:
+        lengths = np.array([5, 900, 7, 300, 2, 40, 11])
+
+        def tokens(self, index: int) -> Any:
+            return np.full(self.lengths[index], index, np.int32)
+
+    dataset: Any = Dataset()
+    assert [len(sample) for sample in some_samples(dataset)] == [512, 300, 11, 7, 2]
+    dataset.lengths = np.array([3])
+    assert [len(sample) for sample in some_samples(dataset)] == [3]
+
+
+def test_what_was_decided_is_read_back_and_its_absence_is_told(tmp_path: Any) -> None:
+    with pytest.raises(RequestError, match=r"selfcheck.json: no self-check"):
+        padding_mask_of(tmp_path)
+    (tmp_path / FILE_NAME).write_text('{"fingerprint": "f", "padding_mask": false, "taps": []}')
+    assert padding_mask_of(tmp_path) is False
+    assert read_self_check(tmp_path) == SelfCheck("f", False, [])
+    (tmp_path / FILE_NAME).write_text("{")
+    assert read_self_check(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "on_cpu", "on_gpu"), [("auto", False, True), (True, True, True), (False, False, False)]
+)
+def test_layers_are_compiled_where_it_pays_unless_told_otherwise(setting: Any, on_cpu: bool, on_gpu: bool) -> None:
+    config = TargetConfig(compile=setting)
+    assert (config.compiles_on("cpu"), config.compiles_on("cuda:1")) == (on_cpu, on_gpu)
