@@ -35,10 +35,19 @@ def self_check(target: Target, tap_ids: Sequence[int], samples: Samples, compile
     """(whether batches need their padding mask, the figures of the way that is taken).
 
     The reference is eager and alone; with `compiled` the layers are compiled before batches are compared with it, and
-    stay so. Raises RunError, naming the tap, when a batch with its mask still differs.
+    stay so. A sample that is not finite alone says nothing of batches, and will be quarantined. Raises RunError when
+    all are like that, and, naming the tap, when a batch with its mask still differs.
     """
     with Taps(target.layers, tap_ids) as taps:
-        alone = torch.cat([one_batch(target, taps, [sample]) for sample in samples])
+        by_itself = [one_batch(target, taps, [sample]) for sample in samples]
+        finite = [bool(features.isfinite().all()) for features in by_itself]
+        if not any(finite):
+            raise RunError(
+                f"self-check: the target's states are not finite for any of {len(samples)} samples: its weights or its "
+                "dtype are wrong here (float16 overflows where bfloat16 does not: target.dtype)"
+            )
+        samples = [sample for sample, good in zip(samples, finite, strict=True) if good]
+        alone = torch.cat([features for features, good in zip(by_itself, finite, strict=True) if good])
         if compiled:
             compile_layers(target.layers[: max(tap_ids) + 1])
         without = compare(replace(target, padding_mask=False), taps, alone, samples)

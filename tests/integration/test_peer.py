@@ -235,7 +235,7 @@ def test_any_run_name_makes_an_address_that_works_and_is_its_own(
     known = (tmp_path, FACTS, shape, place, "float32", 48, 4096, 8192, ring)
     found = start.Outline(*known, none, none, Budgets(), 0, [])
     plan = start.make_plan(config, found, dataset)
-    jobs = [start.make_job(config, found, dataset, plan, None)[0] for _ in range(2)]
+    jobs = [start.make_job(config, found, dataset, plan, None, True)[0] for _ in range(2)]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     addresses = [address for job in jobs for address in (job.address, job.payload_address)]
     routers = [sockets.router(context, address) for address in addresses]  # two runs of one name do not meet

@@ -146,7 +146,8 @@ def padded(target: Target, samples: Samples, masked: bool) -> list[torch.Tensor]
     lengths = torch.tensor([len(sample) for sample in samples])
     mask = (torch.arange(longest) < lengths[:, None]).long()
     out = torch.empty(ids.numel(), LAYERS * HIDDEN, dtype=target.dtype)
-    with Taps(target.layers, range(LAYERS)) as taps, taps.capture(torch.arange(ids.numel()), out):
+    everywhere = torch.arange(ids.numel())
+    with Taps(target.layers, range(LAYERS)) as taps, taps.capture(everywhere, out, everywhere):
         if masked:
             run_text(target, ids, mask)
         else:

@@ -32,6 +32,7 @@ def joining(folder: Path, **changes: Any) -> Join:
         "taps": (0, 1),
         "width": 64,
         "dtype": "float32",
+        "padding_mask": True,
         "plan_hash": "p",
         "threads": 1,
         "versions": versions(),

@@ -68,6 +68,20 @@ def test_one_that_sees_it_in_spite_of_the_mask_is_refused_by_the_name_of_its_tap
         self_check(target, TAPS, samples, compiled=False)
 
 
+def test_a_sample_that_is_not_finite_by_itself_is_left_out_and_only_that(target: Target, samples: Any) -> None:
+    with torch.no_grad():
+        target.embedding.weight[399] = float("nan")  # type: ignore[index, operator]
+    clean = [np.minimum(sample, 398) for sample in samples]
+    clean[1][3] = 399
+    padding_mask, checks = self_check(target, TAPS, clean, compiled=False)
+    assert not padding_mask
+    assert all(check.sound for check in checks)
+    for sample in clean:
+        sample[0] = 399
+    with pytest.raises(RunError, match="not finite for any of 4 samples"):
+        self_check(target, TAPS, clean, compiled=False)
+
+
 def test_nan_is_never_sound() -> None:
     nan = float("nan")
     good = {"tap": 0, "mean": 0.0, "deviation": 1.0, "zeros": 0.0, "cosine": 1.0, "error": 0.0, "floor": 0.0}
