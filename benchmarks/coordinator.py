@@ -66,7 +66,9 @@ def answers(message: m.Message) -> list[m.Message]:
     """What an honest peer sends back."""
     match message:
         case m.Lease(step=step, index=index, kind=kind, attempt=attempt):
-            ready = m.Ready(step=step, index=index, kind=kind, attempt=attempt, checksum=0, busy_s=0.0, halved=0)
+            ready = m.Ready(
+                step=step, index=index, kind=kind, attempt=attempt, checksum=0, busy_s=0.0, halved=0, figures=()
+            )
             return [ready, m.Want(kind="model")]
         case m.Deliver(step=step, index=index, attempt=attempt):
             key = {"step": step, "index": index, "attempt": attempt}

@@ -23,7 +23,7 @@ FILES, RING = "safetensors", "ring"
 
 def ready(lease: Lease) -> Ready:
     step, index, kind, attempt = lease.step, lease.index, lease.kind, lease.attempt
-    return Ready(step=step, index=index, kind=kind, attempt=attempt, checksum=0, busy_s=0.0, halved=0)
+    return Ready(step=step, index=index, kind=kind, attempt=attempt, checksum=0, busy_s=0.0, halved=0, figures=())
 
 
 def file_of(run_dir: Path, attempt: int) -> str:

@@ -206,6 +206,8 @@ class Conductor:
         if self.ledger.ready(key, message.kind, message.attempt, name) and leased is not None:
             self._descriptors.filled(message.attempt, message.checksum)
             self.busy_s += message.busy_s
+            if message.figures:
+                self.rows.append(("taps", self._descriptors.figures(name, message)))
             if message.halved:
                 self.numerics_changed += message.halved
                 text = f"step {message.step} block {message.index}: a batch was halved {message.halved} times"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from protocol.block import Table, block_table
 from protocol.grants import Delivery, Lease
 from protocol.job import Job
-from protocol.messages import Deliver
+from protocol.messages import Deliver, Ready
 from protocol.messages import Lease as LeaseMessage
 from protocol.plan import Plan
 
@@ -60,6 +60,15 @@ class Descriptors:
     def filled(self, attempt: int, checksum: int) -> None:
         """A lease was filled, and its features add up to this."""
         self._sums[attempt] = checksum
+
+    def figures(self, producer: str, ready: Ready) -> dict[str, Any]:
+        """The row for metrics.jsonl of what the taps put out."""
+        names = ("mean", "deviation", "zeros")
+        taps = [
+            {"tap": tap} | dict(zip(names, found, strict=True))
+            for tap, found in zip(self._job.taps, ready.figures, strict=False)
+        ]
+        return {"step": ready.step, "index": ready.index, "producer": producer, "taps": taps}
 
     def done_with(self, delivery: Delivery) -> None:
         """What was delivered is needed no more; until then it may be delivered again, after a rewind."""

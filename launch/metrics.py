@@ -9,6 +9,7 @@ before it comes again, so those rows are superseded.
     eval   step, acceptance_mean, acceptance_per_position, ...
     baseline  unigram, bigram: the same keys, measured once
     stream step, ring, producer_tokens_per_s, consumer_tokens_per_s, waits, bytes_streamed
+    taps   step, index, producer, taps: tap, mean, deviation, zeros (share of exact zeros) of one block in a hundred
     event  what, text        (gone, leased again, rewind, bad, quarantine, checkpoint, numerics_changed, stall, ...)
     end    state (done, failed, interrupted), reason
 """

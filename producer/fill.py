@@ -18,13 +18,16 @@ from protocol.messages import Lease
 
 
 class Features(Protocol):
-    """What is asked of a job: columns of the features (taps x hidden) and their dtype."""
+    """What is asked of a job: columns of the features (taps x hidden), their dtype, and the taps."""
 
     @property
     def width(self) -> int: ...
 
     @property
     def dtype(self) -> str: ...
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
 
 
 def lease_table(lease: Lease, job: Features) -> Table:

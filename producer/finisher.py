@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
+from producer.figures import EVERY_BLOCKS, tap_figures
 from producer.fill import Features, written_ranges
 from producer.outlet import Outlet
 from producer.stage import Filled
@@ -20,6 +21,7 @@ from protocol.peer import Peer
 
 class _Block(Struct, frozen=True):
     lease: Lease
+    slot: memoryview
     filled: Filled
     halved: int
 
@@ -31,13 +33,14 @@ class Finisher:
         self, job: Features, outlet: Outlet, peer: Peer, finished: Callable[[Lease], None], threaded: bool
     ) -> None:
         self._job, self._outlet, self._peer, self._finished = job, outlet, peer, finished
+        self._finished_blocks = 0
         self._blocks: queue.Queue[_Block | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="finisher", daemon=True) if threaded else None
         if self._thread is not None:
             self._thread.start()
 
-    def submit(self, lease: Lease, filled: Filled, halved: int) -> None:
-        block = _Block(lease, filled, halved)
+    def submit(self, lease: Lease, slot: memoryview, filled: Filled, halved: int) -> None:
+        block = _Block(lease, slot, filled, halved)
         if self._thread is None:
             self._finish(block)
         else:
@@ -59,6 +62,8 @@ class Finisher:
     def _finish(self, block: _Block) -> None:
         lease = block.lease
         checksum, busy_s = block.filled.wait()
+        looks = self._finished_blocks % EVERY_BLOCKS == 0
+        self._finished_blocks += 1
         ready = Ready(
             step=lease.step,
             index=lease.index,
@@ -67,6 +72,7 @@ class Finisher:
             checksum=checksum,
             busy_s=busy_s,
             halved=block.halved,
+            figures=tap_figures(lease, block.slot, self._job) if looks else (),
         )
         self._outlet.commit(lease, written_ranges(lease, self._job), ready)
         self._finished(lease)

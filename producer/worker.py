@@ -78,7 +78,7 @@ class Producer:
         except torch.OutOfMemoryError as error:
             # Even one sample alone did not fit, and will not the next time either.
             return nack(lease, f"out of memory: {error}", retryable=False)
-        self._finisher.submit(lease, filled, halved)
+        self._finisher.submit(lease, room, filled, halved)
         return None
 
     def _goes_on(self, lease: Lease) -> bool:

@@ -84,6 +84,7 @@ class Ready(Message, frozen=True):
     checksum: int
     busy_s: float
     halved: int
+    figures: tuple[tuple[float, float, float], ...]
 
 
 class Nack(Message, frozen=True):

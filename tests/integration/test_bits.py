@@ -93,7 +93,7 @@ class Way:
         for name, tensor in tensors.items():
             room[name][...] = tensor
         total = checksum(room["features"])
-        ready = m.Ready(**same, checksum=total, busy_s=0.0, halved=0)
+        ready = m.Ready(**same, checksum=total, busy_s=0.0, halved=0, figures=())
         self._outlet.commit(lease, [(0, nbytes)], ready)
         assert self._line.said.get(timeout=20) == ready
         return total

@@ -105,7 +105,7 @@ def lease(attempt: int, slot: int) -> m.Lease:
 
 
 def ready(attempt: int) -> m.Ready:
-    return m.Ready(step=1, index=attempt, kind="model", attempt=attempt, checksum=0, busy_s=0.0, halved=0)
+    return m.Ready(step=1, index=attempt, kind="model", attempt=attempt, checksum=0, busy_s=0.0, halved=0, figures=())
 
 
 def expect(attempt: int, slot: int, nbytes: int = SLOT_BYTES, holder: str = "producer-0") -> m.Expect:

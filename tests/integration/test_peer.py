@@ -383,7 +383,16 @@ def test_a_producer_gets_work_and_its_answer_is_delivered(run_dir: Path) -> None
         assert (lease.step, lease.index, lease.slot) == (0, 0, 0)
         assert np.frombuffer(lease.token_ids, "<i4").tolist() == list(range(6)) * len(lease.samples)
         producer.send(
-            m.Ready(step=0, index=0, kind="model", attempt=lease.attempt, checksum=2**64 - 1, busy_s=0.1, halved=0)
+            m.Ready(
+                step=0,
+                index=0,
+                kind="model",
+                attempt=lease.attempt,
+                checksum=2**64 - 1,
+                busy_s=0.1,
+                halved=0,
+                figures=(),
+            )
         )
         consumer.send(m.Credit(blocks=1))
         said = [consumer.inbox.get(timeout=5) for _ in range(2)]

@@ -156,7 +156,14 @@ def test_what_an_old_session_still_says_is_from_nobody(station: Station) -> None
             pass
         old.send(encode(m.Leave(reason="enough"), envelope))
         ready = m.Ready(
-            step=lease.step, index=lease.index, kind="model", attempt=lease.attempt, checksum=0, busy_s=0.0, halved=0
+            step=lease.step,
+            index=lease.index,
+            kind="model",
+            attempt=lease.attempt,
+            checksum=0,
+            busy_s=0.0,
+            halved=0,
+            figures=(),
         )
         for message in (ready, m.Leave(reason="again"), m.Heartbeat(progress=1)):
             old.send(encode(message, envelope))

@@ -348,7 +348,7 @@ while not isinstance(lease := assignments.next(), Stop):
     time.sleep(draw.uniform(0, 0.003))
     same = {{"step": lease.step, "index": lease.index, "kind": lease.kind, "attempt": lease.attempt}}
     whole = table_bytes(block_table(sum(lease.lengths), len(lease.samples), job.width, "float32"))
-    outlet.commit(lease, [(0, whole)], Ready(**same, checksum=total, busy_s=0.0, halved=0))
+    outlet.commit(lease, [(0, whole)], Ready(**same, checksum=total, busy_s=0.0, halved=0, figures=()))
     peer.send(Want(kind="model"))
 outlet.close()
 peer.close()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
 SHORT = ("--set", "data.eval=[]", "--set", "train.checkpoint_every=1000")
 HANG = ("--set", 'run.hang_after="8s"')
+PAUSE_S = 150.0
 
 
 QUIET: list[tuple[int, float]] = []  # losses of an undisturbed run: the same whoever asks
@@ -84,3 +86,21 @@ def test_schedulers_signals_end_at_a_checkpoint_and_the_folder_is_refused_while_
         started = workspace.start("asked", "--resume", *SHORT)
     assert started.wait(60) == 0
     assert workspace.losses("asked") == quiet
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("paused", [("producer-0",), ("consumer-0",), ("coordinator",), ("producer-0", "coordinator")])
+def test_slow_is_not_dead(workspace, quiet, paused):
+    """A machine may stand still for minutes: nobody is taken for dead, and nothing is lost."""
+    started = workspace.start("paused", *SHORT)
+    workspace.wait_for_step("paused", 20)
+    pids = [workspace.pid_of("paused", child) for child in paused]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(PAUSE_S)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    assert started.wait(90) == 0, said(workspace, "paused")
+    assert workspace.losses("paused") == quiet
+    assert workspace.rows("paused", "event") == []

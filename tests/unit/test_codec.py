@@ -45,7 +45,7 @@ EXAMPLES: tuple[m.Message, ...] = (
         token_ids=bytes(range(12)),
         loss_mask=b"\0\1\1",
     ),
-    m.Ready(**BLOCK, kind="model", checksum=2**64 - 1, busy_s=0.125, halved=1),
+    m.Ready(**BLOCK, kind="model", checksum=2**64 - 1, busy_s=0.125, halved=1, figures=((0.5, 2.0, 0.25),)),
     m.Nack(**BLOCK, kind="replay", reason="shard damaged", retryable=True),
     m.Revoke(**BLOCK, kind="model"),
     m.Expect(holder="producer-0", attempt=300, slot=5, nbytes=1 << 33),
@@ -215,6 +215,9 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     Table: st.lists(SPECS, max_size=3).map(tuple),
     tuple[int, ...]: st.lists(st.integers(0, 2**63), max_size=4).map(tuple),
     tuple[str, ...]: st.lists(st.text(max_size=5), max_size=3).map(tuple),
+    tuple[tuple[float, float, float], ...]: st.lists(st.tuples(*[st.floats(allow_nan=False)] * 3), max_size=3).map(
+        tuple
+    ),
     dict[str, str]: st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
     dict[str, Any]: st.dictionaries(st.text(max_size=5), JSON, max_size=3),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -114,7 +115,7 @@ class Peers:
             match message:
                 case m.Lease(step=step, index=index, kind=kind, attempt=attempt):
                     block = {"step": step, "index": index, "kind": kind, "attempt": attempt}
-                    self.wire.append((name, m.Ready(**block, checksum=attempt, busy_s=0.0, halved=0)))
+                    self.wire.append((name, m.Ready(**block, checksum=attempt, busy_s=0.0, halved=0, figures=())))
                     self.wire.append((name, m.Want(kind="model")))
                 case m.Deliver():
                     self._deliver(name, message)
@@ -216,6 +217,22 @@ def test_what_lies_ready_when_a_rank_dies_is_delivered_to_the_next_one_and_not_m
     while peers.step():
         pass
     assert peers.trained[0] == expected(plan, 0)
+
+
+def test_what_a_producer_says_of_its_taps_is_a_row(make):
+    conductor, _ = make()
+    peers = Peers(conductor, 1, 1)
+    while not peers.wire or not isinstance(peers.wire[0][1], m.Ready):
+        assert peers.step()
+    name, ready = peers.wire[0]
+    conductor.handle(name, msgspec.structs.replace(ready, figures=((0.5, 2.0, 0.25),)))
+    (row,) = [row for kind, row in conductor.rows if kind == "taps"]
+    assert row == {
+        "step": ready.step,
+        "index": ready.index,
+        "producer": "producer-0",
+        "taps": [{"tap": 0, "mean": 0.5, "deviation": 2.0, "zeros": 0.25}],
+    }
 
 
 def test_a_rewind_takes_back_what_was_quarantined_after_the_checkpoint(make):
@@ -330,7 +347,7 @@ def test_messages_of_an_earlier_delivery_change_nothing(make):
             m.Verified(step=0, index=0, attempt=999),
             m.Release(step=0, index=0, attempt=999),
             m.Bad(step=0, index=0, attempt=999, samples=(), reason="late"),
-            m.Ready(step=0, index=0, kind="model", attempt=999, checksum=0, busy_s=0.0, halved=0),
+            m.Ready(step=0, index=0, kind="model", attempt=999, checksum=0, busy_s=0.0, halved=0, figures=()),
         ):
             conductor.handle("consumer-0" if not isinstance(message, m.Ready) else "producer-0", message)
     assert peers.trained[0] == expected(plan, 0)
@@ -349,7 +366,7 @@ def test_messages_of_an_earlier_delivery_change_nothing(make):
         ("producer-0", m.Chunk(attempt=1, offset=0, checksum=0, last=True)),  # payload goes to ingest
         ("ingest", m.Want(kind="model")),
         ("consumer-0", m.Want(kind="model")),
-        ("consumer-0", m.Ready(step=0, index=0, kind="model", attempt=1, checksum=0, busy_s=0.0, halved=0)),
+        ("consumer-0", m.Ready(step=0, index=0, kind="model", attempt=1, checksum=0, busy_s=0.0, halved=0, figures=())),
         ("consumer-0", m.Nack(step=0, index=0, kind="model", attempt=1, reason="no", retryable=False)),
         ("consumer-0", m.Gone(name="producer-0", reaped=True)),
         ("producer-0", m.Order(order="done")),

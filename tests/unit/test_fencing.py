@@ -112,7 +112,7 @@ class World:
 
     def filled(self, name: str, lease: m.Lease) -> None:
         block = {"step": lease.step, "index": lease.index, "kind": lease.kind, "attempt": lease.attempt}
-        self.say(name, m.Ready(**block, checksum=lease.attempt, busy_s=0.0, halved=0))
+        self.say(name, m.Ready(**block, checksum=lease.attempt, busy_s=0.0, halved=0, figures=()))
         self.say(name, m.Want(kind="model"))
 
     def at_remote(self, name: str, message: m.Message) -> None:

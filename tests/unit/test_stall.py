@@ -33,7 +33,9 @@ class Run:
         self.watch.sent(name, message, self.now)
 
     def ready(self, step: int, index: int, attempt: int, name: str = "producer-0") -> None:
-        ready = m.Ready(step=step, index=index, kind="model", attempt=attempt, checksum=0, busy_s=0.0, halved=0)
+        ready = m.Ready(
+            step=step, index=index, kind="model", attempt=attempt, checksum=0, busy_s=0.0, halved=0, figures=()
+        )
         self.watch.heard(name, ready, self.now)
 
     def deliver(self, step: int, rank: int) -> None:
