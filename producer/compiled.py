@@ -7,7 +7,6 @@ kept where torch keeps it (TORCHINDUCTOR_CACHE_DIR, a local folder), for the nex
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import time
 from collections.abc import Iterable
@@ -31,13 +30,12 @@ log = logging.getLogger(__name__)
 def compile_layers(layers: Iterable[nn.Module]) -> None:
     """From now on these layers run compiled, for any batch and length (dynamic shapes).
 
-    A recurrent layer whose kernel is missing stays as it is: in plain torch it loops over the length, and each new
-    number of rounds would be compiled anew.
+    A recurrent layer stays as it is. In plain torch it loops over the length, and each new number of rounds would be
+    compiled anew; around its own kernel compiling took longer than its start may take.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS_A_LAYER)
-    has_kernel = importlib.util.find_spec("fla") is not None
     for layer in layers:
-        if has_kernel or getattr(layer, "layer_type", None) != "linear_attention":
+        if getattr(layer, "layer_type", None) != "linear_attention":
             layer.forward = torch.compile(layer.forward, dynamic=True)
 
 

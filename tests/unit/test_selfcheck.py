@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from producer.checked import FILE_NAME, SelfCheck, TapCheck, padding_mask_of, read_self_check
+from producer.compiled import compile_layers
 from producer.config import TargetConfig
 from producer.selfcheck import self_check, some_samples, statistics
 from producer.target import Target, as_target
@@ -118,6 +119,16 @@ def test_what_was_decided_is_read_back_and_its_absence_is_told(tmp_path: Any) ->
     assert read_self_check(tmp_path) == SelfCheck("f", False, [])
     (tmp_path / FILE_NAME).write_text("{")
     assert read_self_check(tmp_path) is None
+
+
+def test_recurrent_layers_are_left_uncompiled() -> None:
+    kinds = ("linear_attention", "full_attention", None)
+    layers = [torch.nn.Identity() for _ in kinds]
+    for layer, kind in zip(layers, kinds, strict=True):
+        if kind is not None:
+            layer.layer_type = kind  # type: ignore[assignment]
+    compile_layers(layers)
+    assert ["forward" in vars(layer) for layer in layers] == [False, True, True]
 
 
 @pytest.mark.parametrize(
