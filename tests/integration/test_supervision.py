@@ -103,4 +103,4 @@ def test_slow_is_not_dead(workspace, quiet, paused):
         os.kill(pid, signal.SIGCONT)
     assert started.wait(90) == 0, said(workspace, "paused")
     assert workspace.losses("paused") == quiet
-    assert workspace.rows("paused", "event") == []
+    assert not {row["what"] for row in workspace.rows("paused", "event")} & {"gone", "rewind", "hang"}

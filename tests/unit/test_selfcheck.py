@@ -121,6 +121,7 @@ def test_what_was_decided_is_read_back_and_its_absence_is_told(tmp_path: Any) ->
     assert read_self_check(tmp_path) is None
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_recurrent_layers_are_left_uncompiled() -> None:
     kinds = ("linear_attention", "full_attention", None)
     layers = [torch.nn.Identity() for _ in kinds]
