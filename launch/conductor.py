@@ -61,6 +61,7 @@ class Conductor:
         self.rows: list[tuple[str, dict[str, Any]]] = []
         self.ended = False
         self.produced_tokens = 0
+        self.filled: Counter[str] = Counter()  # blocks by producer
         self.busy_s = 0.0
         self.streamed_bytes = 0
         self.numerics_changed = 0
@@ -138,13 +139,13 @@ class Conductor:
             case Checkpointed(next_step=step, stall_s=stall_s, write_s=write_s):
                 row = {"what": "checkpoint", "text": f"checkpoint at step {step}", "step": step}
                 self.rows.append(("event", row | {"stall_s": stall_s, "write_s": write_s}))
-            case Gone(name=gone, reaped=reaped):
-                self._gone(gone, "is gone", reaped)
+            case Gone(name=gone, reaped=reaped, how=how):
+                self._gone(gone, how, reaped)
             case Rewind():
                 self._rewind(message)
             case Fenced(holder=holder):
-                if (how := self._closing.pop(holder, None)) is not None:
-                    self._reopen(holder, how)
+                if (said := self._closing.pop(holder, None)) is not None:
+                    self._reopen(holder, said)
             case Order(order=order):
                 self._order(order)
         self._pump()
@@ -165,7 +166,7 @@ class Conductor:
             self._reopen(name, how)
         else:
             slots = ", ".join(map(str, self.ledger.holder_lost(name))) or "none"
-            text = f"{name} was killed and does not end: it is not started again; slots of the ring lost: {slots}"
+            text = f"{name} {how} and does not end: it is not started again; slots of the ring lost: {slots}"
             self.rows.append(("event", {"what": "gone", "text": text}))
 
     def _reopen(self, name: str, how: str) -> None:
@@ -197,8 +198,8 @@ class Conductor:
         self.gate.rewind(message.step)
         self._known_quarantined = len(quarantined)
         self.rows.append(("rewind", {"step": message.step}))
-        names = ", ".join(message.names)
-        self.rows.append(("event", {"what": "rewind", "text": f"{names} start again from step {message.step}"}))
+        text = f"{message.how}; every consumer starts again from step {message.step}"
+        self.rows.append(("event", {"what": "rewind", "text": text}))
 
     def _ready(self, name: str, message: Ready) -> None:
         key = (message.step, message.index)
@@ -206,6 +207,7 @@ class Conductor:
         if self.ledger.ready(key, message.kind, message.attempt, name) and leased is not None:
             self._descriptors.filled(message.attempt, message.checksum)
             self.busy_s += message.busy_s
+            self.filled[name] += 1
             if message.figures:
                 self.rows.append(("taps", self._descriptors.figures(name, message)))
             if message.halved:
@@ -236,10 +238,8 @@ class Conductor:
             self.gate.abandon()
         else:
             self.ended = True
-            self.out += [(peer, Stop(reason=order)) for peer in self._peers_of_work()]
-
-    def _peers_of_work(self) -> list[str]:
-        return self._job.producer_names + self.remotes + sorted(self._ranks) + [INGEST] * self._job.ingests
+            names = (*self._job.producer_names, *self.remotes, *sorted(self._ranks), *[INGEST] * self._job.ingests)
+            self.out += [(name, Stop(reason=order)) for name in names]
 
     def _pump(self) -> None:
         """Everything that the last event made possible."""

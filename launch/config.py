@@ -26,8 +26,13 @@ from producer.config import EMBEDDED, DataConfig, TargetConfig
 from producer.config import check as check_producer
 from protocol.errors import RequestError
 from protocol.ring import RingConfig
+from protocol.units import parse_seconds
 
 _KEY = re.compile(r"(?:unknown key '|\[)?([\w.\[\]-]+)")
+
+
+# Peers beat every two seconds, and a busy machine may delay a beat or two.
+LEAST_HANG_S = 8.0
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,6 +99,8 @@ def _check_run(run: RunConfig) -> None:
     wrong = run.name in (".", "..") or any(letter in "/\\@" or not letter.isprintable() for letter in run.name)
     if wrong or len(run.name.encode()) > 200:
         raise RequestError(f"run.name is {run.name!r}: write a file name of at most 200 bytes, without / and @")
+    if parse_seconds(run.hang_after, "run.hang_after") < LEAST_HANG_S:
+        raise RequestError(f"run.hang_after is {run.hang_after!r}: write at least {LEAST_HANG_S:.0f} s")
 
 
 def fork_config(config: Config, checkpoint: Path, with_optimiser: bool) -> Config:

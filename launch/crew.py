@@ -10,13 +10,14 @@ import secrets
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from consumer.checkpoints import newest_good, read_cursor
 from launch.live import Screen
 from launch.machine import threads_per_process
-from launch.restarts import Restarts
+from launch.restarts import RESTARTS, Restarts
 from launch.signals import Interrupted, Signals
 from launch.supervise import REAP_S, Child, await_news
 from protocol.child import FAILED_FOR_GOOD, WRONG_REQUEST
@@ -58,6 +59,8 @@ class Crew:
         self._dying: dict[str, float] = {}  # killed because they hung, and until when they may take to end
         self._lost: set[str] = set()
         self._last_words: str | None = None
+        self._filled: dict[str, int] = {}  # blocks by producer
+        self._checkpoint_problem: str | None = None
         self._deadline = math.inf
         self._children: dict[str, Child] = {}
         self._peer: Peer | None = None
@@ -139,14 +142,20 @@ class Crew:
                 return
             match message:
                 case Snapshot(state=state):
-                    self._step = state["step"]
+                    self._note(state)
                     self._screen.show(state)
                 case Hung(name=name, reason=reason):
                     self._end_hung(name, reason)
                 case Error(text=text):
-                    self._give_up(text)
+                    self._give_up(text, text)
                 case Stop(reason=reason):
-                    raise RunError(f"the coordinator is gone: {reason} (log: {self._run_dir}/log/coordinator.log)")
+                    raise RunError(f"the run is cut off: {reason} (log: {self._run_dir}/log/coordinator.log)")
+
+    def _note(self, state: dict[str, Any]) -> None:
+        self._step, self._filled = state["step"], state["filled"]
+        if (problem := state["checkpoint_problem"]) != self._checkpoint_problem:
+            self._checkpoint_problem = problem
+            self._screen.say(f"not saved: {problem}; the run goes on, and so do the checkpoints before it")
 
     def _tend(self) -> None:
         """Starts again whoever died, for as long as that makes sense."""
@@ -184,29 +193,30 @@ class Crew:
         """A reaped producer: what it was filling is leased anew, and another takes its place after a pause."""
         child = self._children[name]
         self._dying.pop(name, None)
-        self._tell(Gone(name=name, reaped=True))
-        pause_s = self._restarts.died(name, self._step)
+        self._tell(Gone(name=name, reaped=True, how=child.how()))
+        pause_s = self._restarts.died(name, self._step, self._filled.get(name, 0))
         if child.exit_code() in (WRONG_REQUEST, FAILED_FOR_GOOD) or pause_s is None:
-            self._give_up(_last_words(child))
+            self._give_up(child.obituary(), _last_words(child, self._step, looping=pause_s is None))
             return
-        self._screen.say(f"{child.obituary()}; starting it again")
+        again = f" in {pause_s:.0f} s" if pause_s else ""
+        self._screen.say(f"{child.obituary()}; starting it again{again}")
         self._asleep[name] = time.monotonic() + pause_s
 
     def _lose_producer(self, name: str) -> None:
         """It was killed and is still there: the slots that it may write are never used again, nor is its name."""
         self._lost.add(name)
-        self._tell(Gone(name=name, reaped=False))
+        self._tell(Gone(name=name, reaped=False, how="was killed"))
         text = f"{name} was killed and does not end; the run goes on without it and without the slots it may write"
         self._screen.say(text)
         if self._lost.issuperset(self._job.producer_names):
-            self._give_up(f"{text}: no producer is left")
+            self._give_up(text, f"{text}: no producer is left")
 
     def _rewind(self, dead: str) -> None:
         """A rank has died: all start again from the newest good checkpoint, and the ledger goes back to it."""
         child = self._children[dead]
-        pause_s = self._restarts.died("consumers", self._step)
+        pause_s = self._restarts.died("consumers", self._step, self._step)
         if child.exit_code() in (WRONG_REQUEST, FAILED_FOR_GOOD) or pause_s is None:
-            raise RunError(_last_words(child))
+            raise RunError(_last_words(child, self._step, looping=pause_s is None))
         # The others may be inside a collective, which nothing but their end gets them out of.
         for name in self._job.consumer_names:
             if not self._children[name].end(0.0):
@@ -225,27 +235,30 @@ class Crew:
         step = self._job.start_step
         self._screen.say(f"{child.obituary()}; every consumer starts again from step {step}")
         names = tuple(self._job.consumer_names)
-        self._tell(Rewind(names=names, step=step, quarantined=self._job.quarantined))
+        how = f"{dead} {child.how()}"
+        self._tell(Rewind(names=names, step=step, quarantined=self._job.quarantined, how=how))
         if self._stopping:  # the GO that carried it may be lost with the dead
             self._tell(Order(order=STOP))
         self._environment |= _ranks(len(names))
         self._asleep |= dict.fromkeys(names, time.monotonic() + pause_s)
 
-    def _give_up(self, last_words: str) -> None:
-        """The run cannot go on. What has been trained is saved first, if there is something and it goes quickly."""
+    def _give_up(self, why: str, last_words: str) -> None:
+        """The run cannot go on, for a reason that `why` gives in one line. What has been trained is saved first, if
+        there is something and it goes quickly."""
         if self._last_words is not None:
             return
         if self._step == self._job.start_step or not all(map(self._alive, self._job.consumer_names)):
             raise RunError(last_words)
-        self._screen.say(f"{last_words.splitlines()[0]}; the run ends after a checkpoint")
+        self._screen.say(f"{why}; the run ends after a checkpoint")
         self._last_words, self._deadline = last_words, time.monotonic() + LAST_CHECKPOINT_S
         self._tell(Order(order=ABANDON))
 
 
-def _last_words(child: Child) -> str:
-    """The obituary of a child that is not started again, and the end of its log."""
+def _last_words(child: Child, step: int, looping: bool) -> str:
+    """The obituary of a child that is not started again, why it is not, and the end of its log."""
+    often = f"; that was the {RESTARTS + 1}th time while the run stood at step {step}" if looping else ""
     tail = "".join(f"\n    {line}" for line in child.tail())
-    return child.obituary() + (f"; the end of its log:{tail}" if tail else "")
+    return child.obituary() + often + (f"; the end of its log:{tail}" if tail else "")
 
 
 def _ranks(consumers: int) -> dict[str, str]:

@@ -148,7 +148,8 @@ def _serving(summary: dict[str, Any], config: dict[str, Any], commands: list[str
         return "## The drafter\n\nNot exported yet: `draftwire export RUN OUT` does it from any checkpoint."
     block_size = config["drafter"]["block_size"]
     return (
-        f"## The drafter\n\nIn `{summary['export']}`, whose README.md says how to serve it: {block_size - 1} "
+        f"## The drafter\n\nOf step {summary['export_step']}, in `{summary['export']}`. "
+        f"Its README.md says how to serve it: {block_size - 1} "
         f"speculative tokens in vLLM, {block_size} draft tokens in SGLang.\n\n" + "\n".join(commands)
     )
 

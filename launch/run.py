@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,10 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
         dataset = _set_up(config, found, checkpoint, run_dir, signals, screen)
     except Interrupted:
         append_row(run_dir / "metrics.jsonl", "end", {"state": "interrupted", "reason": "while it was being prepared"})
+        raise
+    except RunError as error:
+        with suppress(OSError):  # a full disk may be the very reason
+            append_row(run_dir / "metrics.jsonl", "end", {"state": "failed", "reason": str(error)})
         raise
     plan = make_plan(config, found, dataset)
     job, more = make_job(config, found, dataset, plan, checkpoint, padding_mask_of(run_dir))

@@ -34,14 +34,12 @@ from protocol.job import Job, schema_hash
 from protocol.plan import Plan, PlanParams
 from protocol.ring import RingSize, ring_size
 from protocol.sockets import endpoint, payload_endpoint
-from protocol.units import parse_seconds, show_bytes, show_seconds
+from protocol.units import parse_seconds, show_bytes
 
 # Bounds of one block when the config leaves them open: blocks of this many tokens keep a GPU busy, and fewer, larger
 # ones would only cost memory.
 MICROBATCH_TOKENS = 4096
 DRAFT_TOKENS_PER_TOKEN = 2
-# Peers beat every two seconds, and a busy machine may delay a beat or two.
-LEAST_HANG_S = 8.0
 
 
 class Outline(msgspec.Struct, frozen=True):
@@ -161,9 +159,6 @@ def make_job(
         _check_same_training(checkpoint, shape, weights)
     # A part of an abstract socket's address, which holds 107 bytes.
     run_id = f"{re.sub('[^A-Za-z0-9._-]', '-', config.run.name)[:40]}-{secrets.token_hex(6)}"
-    hang_s = parse_seconds(config.run.hang_after, "run.hang_after")
-    if hang_s < LEAST_HANG_S:
-        raise RequestError(f"run.hang_after: {show_seconds(hang_s)} is too short: a healthy process is silent for 2 s")
     job = Job(
         run_id=run_id,
         incarnation=secrets.randbits(31),
@@ -191,7 +186,7 @@ def make_job(
         producer_bytes=found.budgets.producer,
         consumer_bytes=found.budgets.consumer,
         quarantine_limit=config.train.quarantine_limit,
-        hang_s=hang_s,
+        hang_s=parse_seconds(config.run.hang_after, "run.hang_after"),
         hosts=listening(config.hosts),
     )
     return job, notes

@@ -21,6 +21,8 @@ LIVE_KEYS = (
     "eta_s",
 )
 
+_WITHOUT_A_WORD = "its launcher ended without a word; --resume goes on"
+
 
 def summarise(run_dir: Path, ended: bool = False) -> dict[str, Any]:
     """The keys of `draftwire status --json`; a figure that is not known yet is None.
@@ -44,7 +46,7 @@ def summarise(run_dir: Path, ended: bool = False) -> dict[str, Any]:
         "run": run_dir.name,
         "prepares": prepares,
         "state": "running" if alive else (ends[-1]["state"] if ends else "failed"),
-        "reason": None if alive or not ends else ends[-1]["reason"],
+        "reason": None if alive else ends[-1]["reason"] if ends else _WITHOUT_A_WORD if lives else None,
         "step": last_step.get("step", 0),
         "steps": plan.get("steps"),
         "epoch": last_step.get("epoch", 0),
@@ -68,6 +70,7 @@ def summarise(run_dir: Path, ended: bool = False) -> dict[str, Any]:
         "starts": sum(row["kind"] == "start" for row in lives),
         "restarts": sum(row["what"] in ("gone", "rewind") for row in of_kind(rows, "event")),
         "export": str(export) if export.exists() else None,
+        "export_step": _read_json(export / "config.json").get("draftwire", {}).get("steps"),
     } | {key: last_stream.get(key) if alive and not prepares else None for key in LIVE_KEYS}
 
 
@@ -109,7 +112,9 @@ def describe(summary: dict[str, Any]) -> list[str]:
     if summary["remote_producers"]:
         lines.append(f"producers on other hosts: {', '.join(summary['remote_producers'])}")
     if summary["export"] is not None:
-        lines.append(f"drafter: {summary['export']} (its README.md says how to serve it)")
+        step = summary["export_step"]
+        older = f" of step {step}" if step not in (None, summary["step"]) else ""
+        lines.append(f"drafter{older}: {summary['export']} (its README.md says how to serve it)")
     return lines
 
 

@@ -93,15 +93,18 @@ class Child:
             self._process.kill()
         return self.wait(REAP_S) is not None
 
+    def how(self) -> str:
+        """How it ended, in a few words: "was killed by SIGKILL"."""
+        code = self.exit_code()
+        return f"was killed by {_signal_name(-code)}" if code is not None and code < 0 else f"ended with code {code}"
+
     def obituary(self) -> str:
         """One line: which process, why, and where its log is."""
-        code = self.exit_code()
+        code, said = self.exit_code(), self.last_error()
         killed = code is not None and code < 0
-        how = f"was killed by {_signal_name(-code)}" if code is not None and killed else f"ended with code {code}"
-        said = self.last_error()
         # Killed in the middle of something, it did not say why.
         why = f"; its log ends with: {said}" if killed and said else f": {said or 'no error line'}"
-        return f"{self.name} {how}{why} (log: {self.log_path})"
+        return f"{self.name} {self.how()}{why} (log: {self.log_path})"
 
     def tail(self) -> list[str]:
         """The last TAIL_LINES lines of its log, blank ones left out."""

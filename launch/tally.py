@@ -30,6 +30,7 @@ class Tally:
         self._trained_tokens = 0
         self._trained_flop = 0.0
         self._restarts = self._failed_checkpoints = 0
+        self._checkpoint_problem: str | None = None
 
     def note(self, message: AnyMessage | Message, now: float) -> None:
         """A message that passed through the coordinator at monotonic time `now`."""
@@ -50,7 +51,9 @@ class Tally:
     def event(self, row: dict[str, Any]) -> None:
         """A row of kind "event" that was written."""
         self._restarts += row["what"] in ("gone", "rewind")
-        self._failed_checkpoints += row["what"] == "checkpoint failed"
+        if row["what"] == "checkpoint failed":
+            self._failed_checkpoints += 1
+            self._checkpoint_problem = row["text"]
 
     def state(self, conductor: Conductor, now: float) -> dict[str, Any]:
         """The snapshot that the live view, `metrics.jsonl` and `status` share; waits are shares of each side's time."""
@@ -90,6 +93,8 @@ class Tally:
             "bytes_streamed": conductor.streamed_bytes,
             "quarantined": len(conductor.ledger.quarantined),
             "restarts": self._restarts,
+            "filled": dict(conductor.filled),
+            "checkpoint_problem": self._checkpoint_problem,
             "checkpoints_failed": self._failed_checkpoints,
             "numerics_changed": conductor.numerics_changed,
             "eta_s": self._step_s / self._steps_here * left if self._steps_here else None,

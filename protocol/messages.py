@@ -267,19 +267,21 @@ class Hung(Message, frozen=True):
 
 class Gone(Message, frozen=True):
     """launcher -> coordinator: the producer of this name has been reaped and writes no more. When `reaped` is false it
-    was killed and is still there (in the kernel, with a device): what it may write to is lost for good."""
+    was killed and is still there (in the kernel, with a device): what it may write to is lost. `how` it ended."""
 
     name: str
     reaped: bool
+    how: str
 
 
 class Rewind(Message, frozen=True):
     """launcher -> coordinator: these consumers, every rank, have been reaped. New ones will start from the checkpoint
-    before `step`, whose quarantine list is `quarantined` (as in QUARANTINE)."""
+    before `step`, whose quarantine list is `quarantined` (as in QUARANTINE). `how` the first of them ended."""
 
     names: tuple[str, ...]
     step: int
     quarantined: dict[str, str]
+    how: str
 
 
 class Leave(Message, frozen=True):

@@ -27,7 +27,8 @@ from protocol.line import Line
 from protocol.messages import Welcome
 from protocol.peer import Peer, hello
 
-SHORT = ("--set", "data.eval=[]", "--set", "train.epochs=3")
+# The ring holds all of the run: however fast the local producer is, something is left for the other when it is stopped.
+SHORT = ("--set", "data.eval=[]", "--set", "train.epochs=12", "--set", "ring.bytes=8MB")
 CALM: list[tuple[int, float]] = []  # losses of an undisturbed local run: the same whoever asks
 
 

@@ -342,12 +342,14 @@ def test_a_restarted_producer_waits_until_its_predecessor_is_known_to_be_gone(ru
         joining.start()
         with pytest.raises(queue.Empty):
             second.get(timeout=0.3)
-        launcher.send(m.Gone(name="producer-0", reaped=True))
+        launcher.send(m.Gone(name="producer-0", reaped=True, how="was killed by SIGKILL"))
         successor = second.get(timeout=5)
         joining.join(5)
         successor.send(m.Want(kind="model"))
         assert isinstance(successor.inbox.get(timeout=5), m.Lease)
-        launcher.send(m.Gone(name="launcher", reaped=True))  # its place is taken by the one that ends the run
+        launcher.send(
+            m.Gone(name="launcher", reaped=True, how="was killed by SIGKILL")
+        )  # its place is taken by the one that ends the run
         for peer in (first, successor, launcher):
             peer.close()
 
@@ -425,7 +427,9 @@ def test_a_stalled_producer_is_named_to_the_launcher_and_in_the_metrics(
             stalls += [message.state["stall"]] * (message.state["stall"] is not None)
         for peer in (consumer, producer):
             peer.close()
-        launcher.send(m.Gone(name="launcher", reaped=True))  # its place is taken by the one that ends the run
+        launcher.send(
+            m.Gone(name="launcher", reaped=True, how="was killed by SIGKILL")
+        )  # its place is taken by the one that ends the run
         launcher.close()
     waited_for = r"no progress for \d s: waiting for producer-0 \(leased step 0 block 0 \d s ago\)"
     expected = f"{waited_for}; 0 blocks produced, 0 ready, 0 trained"

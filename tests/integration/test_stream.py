@@ -519,7 +519,7 @@ def test_half_a_message_of_a_killed_peer_holds_nobody_up(make_station: Callable[
         assert flood.stdout.readline() == b"sending\n"
         flood.kill()
     started = time.monotonic()
-    station.launcher.send(m.Gone(name="producer-1", reaped=True))
+    station.launcher.send(m.Gone(name="producer-1", reaped=True, how="was killed by SIGKILL"))
     station.wait_for(lambda: "gone" in [row["what"] for row in station.rows("event")])
     station.start_ingest()
     for index in range(2):

@@ -76,8 +76,10 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Report(kind="step", row={"loss": 1.5, "accuracy": [0.5], "skipped": False}),
     m.Snapshot(state={"eta_s": None}),
     m.Hung(name="producer-0", reason="it has been silent for 5 min 00 s"),
-    m.Gone(name="producer-0", reaped=True),
-    m.Rewind(names=("consumer-0",), step=500, quarantined={"9": "tap 1 is all zero"}),
+    m.Gone(name="producer-0", reaped=True, how="was killed by SIGKILL"),
+    m.Rewind(
+        names=("consumer-0",), step=500, quarantined={"9": "tap 1 is all zero"}, how="consumer-0 was killed by SIGKILL"
+    ),
     m.Leave(reason="interrupted"),
     m.Order(order="stop"),
     m.Stop(reason="done"),

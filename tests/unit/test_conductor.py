@@ -88,7 +88,9 @@ class Peers:
         names = tuple(f"consumer-{rank}" for rank in self.trained)
         self.lose(names)
         self.blocks.clear()
-        self.conductor.handle(LAUNCHER, m.Rewind(names=names, step=step, quarantined={}))
+        self.conductor.handle(
+            LAUNCHER, m.Rewind(names=names, step=step, quarantined={}, how="consumer-0 was killed by SIGKILL")
+        )
         self.trained = {rank: [done for done in each if done[0] < step] for rank, each in self.trained.items()}
         self.join_consumers(len(names), step)
 
@@ -172,7 +174,7 @@ def test_every_block_is_trained_once_in_order_while_producers_die(make, data, pr
         if turn in deaths:
             name = f"producer-{turn % producers}"
             peers.lose((name,))
-            conductor.handle(LAUNCHER, m.Gone(name=name, reaped=True))
+            conductor.handle(LAUNCHER, m.Gone(name=name, reaped=True, how="was killed by SIGKILL"))
             peers.join_producer(turn % producers)
         if not peers.step():
             break
@@ -254,7 +256,7 @@ def test_an_abandoned_step_is_stopped_within_it_when_its_blocks_do_not_come(make
     while not peers.trained[0] or peers.trained[0][-1][:2] != (step, 0):
         assert peers.step()
     peers.lose(("producer-0",))
-    conductor.handle(LAUNCHER, m.Gone(name="producer-0", reaped=True))
+    conductor.handle(LAUNCHER, m.Gone(name="producer-0", reaped=True, how="was killed by SIGKILL"))
     conductor.handle(LAUNCHER, m.Order(order="stop"))
     while peers.step():
         pass
@@ -271,7 +273,7 @@ def test_slots_of_a_producer_that_does_not_end_are_lost_and_the_others_go_on(mak
     while not any(lease.holder == "producer-0" for lease in conductor.ledger.live_leases):
         peers.step()
     peers.lose(("producer-0",))
-    conductor.handle(LAUNCHER, m.Gone(name="producer-0", reaped=False))
+    conductor.handle(LAUNCHER, m.Gone(name="producer-0", reaped=False, how="was killed by SIGKILL"))
     assert conductor.ledger.counts["lost"] >= 1
     while peers.step():
         pass
@@ -368,7 +370,7 @@ def test_messages_of_an_earlier_delivery_change_nothing(make):
         ("consumer-0", m.Want(kind="model")),
         ("consumer-0", m.Ready(step=0, index=0, kind="model", attempt=1, checksum=0, busy_s=0.0, halved=0, figures=())),
         ("consumer-0", m.Nack(step=0, index=0, kind="model", attempt=1, reason="no", retryable=False)),
-        ("consumer-0", m.Gone(name="producer-0", reaped=True)),
+        ("consumer-0", m.Gone(name="producer-0", reaped=True, how="was killed by SIGKILL")),
         ("producer-0", m.Order(order="done")),
         ("launcher", m.Credit(blocks=1)),
         ("consumer-7", m.Credit(blocks=1)),  # never joined

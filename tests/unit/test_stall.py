@@ -246,7 +246,7 @@ def test_a_wait_is_shown_long_before_it_is_a_stall() -> None:
 def test_a_producer_that_died_is_loading_again_and_holds_nothing() -> None:
     run = Run()
     run.lease(0, 0, 1)
-    run.watch.heard("launcher", m.Gone(name="producer-0", reaped=True), 10.0)
+    run.watch.heard("launcher", m.Gone(name="producer-0", reaped=True, how="was killed by SIGKILL"), 10.0)
     assert run.watch.waited_for(run.gate, 5.0 + 10.0).startswith("producer-0 to load and join, for 5 s now")
 
 
@@ -326,7 +326,11 @@ def test_a_rank_that_evaluates_for_long_does_not_hang() -> None:
 def test_after_a_rewind_ranks_load_again_and_owe_nothing() -> None:
     run = Run()
     run.all_verified(0)
-    run.watch.heard("launcher", m.Rewind(names=("consumer-0", "consumer-1"), step=0, quarantined={}), 10.0)
+    run.watch.heard(
+        "launcher",
+        m.Rewind(names=("consumer-0", "consumer-1"), step=0, quarantined={}, how="consumer-0 was killed by SIGKILL"),
+        10.0,
+    )
     run.gate.rewind(0)
     waited_for = run.watch.waited_for(run.gate, 20.0)
     assert waited_for.startswith("consumer-0 and consumer-1 to load and join, for 10 s now")
@@ -336,7 +340,7 @@ def test_after_a_rewind_ranks_load_again_and_owe_nothing() -> None:
 def test_a_producer_that_does_not_end_is_not_waited_for() -> None:
     run = Run()
     for name in ("producer-0", "producer-1"):
-        run.watch.heard("launcher", m.Gone(name=name, reaped=False), 10.0)
+        run.watch.heard("launcher", m.Gone(name=name, reaped=False, how="was killed by SIGKILL"), 10.0)
     assert "load" not in run.watch.waited_for(run.gate, 20.0)
 
 

@@ -187,4 +187,4 @@ def test_a_resumed_run_whose_launcher_was_killed_has_failed(tmp_path: Path) -> N
         step(3),
     )
     found = summarise(run_dir)
-    assert (found["state"], found["reason"]) == ("failed", None)
+    assert (found["state"], found["reason"]) == ("failed", "its launcher ended without a word; --resume goes on")

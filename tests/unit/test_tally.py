@@ -35,6 +35,7 @@ def conductor(produced_tokens: int = 0, busy_s: float = 0.0, remotes: tuple[str,
         busy_s=busy_s,
         streamed_bytes=0,
         numerics_changed=0,
+        filled={},
         remotes=list(remotes),
     )
 
