@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -34,7 +35,8 @@ class Screen:
         self._reader_gone = False
         self._live: Live | None = None
         self._stall: str | None = None
-        self._shown_s = self._spoke_s = time.monotonic()
+        self._spoke_s = time.monotonic()
+        self._shown_s = -math.inf  # the first snapshot is worth a line at once
 
     def __enter__(self) -> Self:
         return self
