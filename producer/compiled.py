@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from producer.forward import run_batch
+from producer.forward import one_batch
 from producer.taps import Taps
 from producer.target import Target
 
@@ -45,10 +45,8 @@ def compile_and_warm_up(target: Target, taps: Taps) -> None:
     log.info("compiling %d decoder layers, one by one", count)
     started = time.monotonic()
     compile_layers(target.layers[:count])
-    width = len(taps.ids) * int(target.facts["hidden_size"])
     for lengths in WARM_UP:
-        out = torch.empty((sum(lengths), width), dtype=target.dtype, device=target.device)
-        run_batch(target, taps, [np.arange(length, dtype=np.int32) for length in lengths], out, np.arange(sum(lengths)))
+        one_batch(target, taps, [np.arange(length, dtype=np.int32) for length in lengths])
         if target.device.type == "cuda":
             torch.cuda.synchronize(target.device)
         log.info("batches of %d: compiled %.1f s after the start", len(lengths), time.monotonic() - started)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from producer.fill import Features, lease_table
+from producer.fill import Features, lease_offsets, lease_table
 from producer.selfcheck import statistics
 from protocol.block import views
 from protocol.messages import Lease
@@ -19,8 +19,8 @@ def tap_figures(lease: Lease, slot: memoryview, job: Features) -> tuple[tuple[fl
     """(mean, standard deviation, share of exact zeros) of each tap, over the first ROWS rows of the leased samples in a
     filled slot."""
     features = torch.from_numpy(views(slot, lease_table(lease, job))["features"]).view(getattr(torch, job.dtype))
-    ends = np.cumsum((0, *lease.lengths))
-    rows = np.concatenate([np.arange(ends[at], ends[at + 1]) for at in lease.positions])[:ROWS]
+    offsets = lease_offsets(lease)
+    rows = np.concatenate([np.arange(offsets[at], offsets[at + 1]) for at in lease.positions])[:ROWS]
     chosen = features[torch.from_numpy(rows)]
     hidden = job.width // len(job.taps)
     return tuple(statistics(chosen[:, place * hidden : (place + 1) * hidden]) for place in range(len(job.taps)))

@@ -35,6 +35,11 @@ def lease_table(lease: Lease, job: Features) -> Table:
     return block_table(sum(lease.lengths), len(lease.samples), job.width, job.dtype)
 
 
+def lease_offsets(lease: Lease) -> NDArray[np.int32]:
+    """`[n + 1]`: sample i of the whole block is rows offsets[i] to offsets[i + 1]."""
+    return np.concatenate(([0], np.cumsum(lease.lengths))).astype(np.int32)
+
+
 def fill(
     target: Target,
     taps: Taps,
@@ -51,7 +56,7 @@ def fill(
     Unwanted as soon as `wanted` says no between two forward passes; then nothing more is written.
     """
     tensors = views(slot, lease_table(lease, job))
-    offsets = _offsets(lease)
+    offsets = lease_offsets(lease)
     token_ids = np.frombuffer(lease.token_ids, "<i4")
     tensors["token_ids"][:] = token_ids
     tensors["loss_mask"][:] = np.frombuffer(lease.loss_mask, np.uint8)
@@ -75,12 +80,8 @@ def written_ranges(lease: Lease, job: Features) -> list[tuple[int, int]]:
         return [(0, table_bytes(table))]
     (features,) = (spec for spec in table if spec.name == "features")
     ranges = [(spec.offset, spec.offset + spec.nbytes) for spec in table if spec.name != "features"]
-    offsets = _offsets(lease).tolist()
+    offsets = lease_offsets(lease).tolist()
     row_bytes = features.nbytes // offsets[-1]
     for at in sorted(lease.positions):
         ranges.append((features.offset + offsets[at] * row_bytes, features.offset + offsets[at + 1] * row_bytes))
     return ranges
-
-
-def _offsets(lease: Lease) -> NDArray[np.int32]:
-    return np.concatenate(([0], np.cumsum(lease.lengths))).astype(np.int32)

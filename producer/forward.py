@@ -97,6 +97,15 @@ def run_batch(
         run_text(target, on_device(ids, target.device), attention_mask)
 
 
+def one_batch(target: Target, taps: Taps, samples: Sequence[IntArray]) -> torch.Tensor:
+    """`[sum L_i, taps * H]` on the device, from one pass however different the lengths are; longest sample first."""
+    tokens = sum(map(len, samples))
+    width = len(taps.ids) * int(target.facts["hidden_size"])
+    out = torch.empty((tokens, width), dtype=target.dtype, device=target.device)
+    run_batch(target, taps, samples, out, np.arange(tokens))
+    return out
+
+
 def on_device(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """The array on the device; a copy to a GPU is only enqueued."""
     tensor = torch.from_numpy(array)

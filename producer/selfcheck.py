@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from producer.checked import TapCheck
 from producer.compiled import compile_layers
-from producer.forward import run_batch
+from producer.forward import one_batch
 from producer.taps import Taps
 from producer.target import Target
 from protocol.dataset import TokenDataset
@@ -85,15 +85,6 @@ def statistics(features: torch.Tensor) -> tuple[float, float, float]:
     """(mean, standard deviation, share of zeros) of features of any shape."""
     values = features.float()
     return float(values.mean()), float(values.std(correction=0)), float((features == 0).float().mean())
-
-
-def one_batch(target: Target, taps: Taps, samples: Samples) -> torch.Tensor:
-    """`[sum L_i, taps * H]` on the device, from one pass however different the lengths are; longest sample first."""
-    tokens = sum(map(len, samples))
-    width = len(taps.ids) * int(target.facts["hidden_size"])
-    out = torch.empty((tokens, width), dtype=target.dtype, device=target.device)
-    run_batch(target, taps, samples, out, np.arange(tokens))
-    return out
 
 
 def some_samples(dataset: TokenDataset) -> list[NDArray[np.int32]]:

@@ -65,7 +65,7 @@ class HostStage:
 
     def begin(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         self._started = time.monotonic()
-        return pieces[0] if len(pieces) == 1 else torch.empty_like(torch.cat(list(pieces)))
+        return pieces[0] if len(pieces) == 1 else pieces[0].new_empty((sum(map(len, pieces)), pieces[0].shape[1]))
 
     def end(self, out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> Filled:
         if len(pieces) > 1:
