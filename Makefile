@@ -33,9 +33,11 @@ lint: install
 
 # Timings are never asserted: each script prints a table and compares with its limit in the same run.
 bench: install
-	$(BIN)/python benchmarks/drafter_step.py
+	$(BIN)/python benchmarks/data.py
+	$(BIN)/python benchmarks/trainer.py
 	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/transport.py
+	$(BIN)/python benchmarks/tune.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
 

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import torch
-from drafter_step import make_shape
 from report import publish, row
+from trainer import make_shape
 
 from consumer.drafter import Drafter
 from consumer.shape import DrafterShape

@@ -26,13 +26,14 @@ from numpy.typing import NDArray
 from report import publish, row
 
 from launch.conductor import Conductor
-from launch.supervise import Child
+from launch.pace import Pace
 from protocol import messages as m
 from protocol import sockets
 from protocol.codec import Envelope, decode, encode
 from protocol.dataset import write_dataset
 from protocol.job import TOKEN_VARIABLE, write_job
 from protocol.plan import Plan
+from protocol.supervise import Child
 
 BUDGET_US = 300.0
 PRODUCERS = tuple(f"producer-{index}" for index in range(4))
@@ -42,6 +43,7 @@ HEARTBEAT_S = 2.0
 DEADLINE_S = 60.0
 GRACE_S = 10.0
 EPOCH_BLOCKS = 800
+BUSY_STEPS = 10  # as in consumer/worker.py
 
 
 class Corpus:
@@ -77,6 +79,10 @@ def answers(message: m.Message) -> list[m.Message]:
             trained: list[m.Message] = [m.Credit(blocks=1)]
             if micro_step + 1 == BLOCKS_PER_STEP:
                 trained += [m.Reached(step=step + 1), m.Report(kind="step", row=step_row(step + 1))]
+                if (step + 1) % BUSY_STEPS == 0:
+                    memory = {"gpu_memory_bytes": 1 << 30, "rss_bytes": 1 << 30}
+                    own = {"rank": 0, "step": step + 1, "busy_s": [0.1] * BUSY_STEPS} | memory
+                    trained.append(m.Report(kind="rank", row=own))
             return trained
     return []
 
@@ -85,7 +91,7 @@ def step_row(step: int) -> dict[str, object]:
     """A row of metrics as rank 0 reports it after a step."""
     tokens = BLOCKS_PER_STEP * SAMPLES_PER_BLOCK * TOKENS
     figures = {"loss": 3.141592, "lr": 6e-4, "grad_norm": 1.234567, "step_s": 0.123456, "wait_s": 0.012345}
-    counts = {"samples": BLOCKS_PER_STEP * SAMPLES_PER_BLOCK, "tokens": tokens, "anchors": 512}
+    counts = {"samples": BLOCKS_PER_STEP * SAMPLES_PER_BLOCK, "tokens": tokens, "anchors": 512, "skipped": False}
     trained = {"samples_trained": step * counts["samples"], "tokens_trained": step * tokens}
     return {"step": step, "epoch": 0, "accuracy": [0.123456] * 15} | figures | counts | trained
 
@@ -95,7 +101,7 @@ def alone_us(blocks: int) -> float:
     samples = blocks * SAMPLES_PER_BLOCK
     job = plain_job(producers=("cpu",) * len(PRODUCERS), plan=plan_params())
     plan = Plan(np.full(samples, TOKENS), np.full(samples, TOKENS - 1), job.plan, "corpus")
-    conductor = Conductor(job, plan, Corpus(samples))
+    conductor = Conductor(job, plan, Corpus(samples), Pace(job, plan.total_steps))
     envelope = Envelope("benchmark", 0)
     identity = {"pid": 1, "host": "", "token": "", "schema": "", "versions": {}}
     conductor.joined(m.Hello(role="consumer", name=CONSUMER, rank=0, **identity))

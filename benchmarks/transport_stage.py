@@ -15,13 +15,13 @@ import zmq
 from jobs import DTYPE, SAMPLES_PER_BLOCK, WIDTH, cpu_s, plain_job
 
 from launch.machine import free_memory_bytes
-from launch.supervise import Child
 from protocol import messages as m
 from protocol import sockets
 from protocol.arena import create_arena
 from protocol.block import block_table
 from protocol.codec import Envelope, decode, encode
 from protocol.job import INGEST, TOKEN_VARIABLE, Job, write_job
+from protocol.supervise import Child
 
 IN_FLIGHT_BYTES, MOST_IN_FLIGHT = 64 << 20, 8
 DEADLINE_S = 120.0

@@ -34,6 +34,12 @@ class Layout:
     anchor: NDArray[np.int64]
     length: NDArray[np.int64] | None = None
 
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, *, causal: bool, window: int | None
+    ) -> Tensor:
+        """`draft_attention` of these blocks."""
+        return draft_attention(q, k, v, context_k, context_v, self, causal=causal, window=window)
+
     def chunks(self, rows_per_block: int, slots: int) -> Iterator[Chunk]:
         """All blocks in order, cut so that scores stay bounded."""
         counts = np.bincount(self.document, minlength=len(self.offsets) - 1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -48,19 +49,22 @@ class Checkpointer:
         `scheduled` is called."""
         return step % self._every == 0 or (self._waiting and not self._saver.busy)
 
-    def scheduled(self, step: int, cursor: Cursor, best: float) -> None:
-        """A checkpoint that is due: taken if the writer is free, else postponed."""
+    def scheduled(self, step: int, cursor: Cursor, best: float, again: bool = False) -> None:
+        """A checkpoint that is due: taken if the writer is free, else postponed. `again`: although it is there already,
+        since something besides the weights is new."""
+        self._saved_step = -1 if again else self._saved_step
         if not self._saver.busy:
             self.take(step, cursor, best)
         elif not self._waiting:
             self._waiting = True
             self._postponed(step)
 
-    def take(self, step: int, cursor: Cursor, best: float, is_best: bool = False) -> None:
-        """A checkpoint of this very boundary, as soon as the writer is free; nothing if it is there already. `best` is
+    def take(self, step: int, cursor: Cursor, best: float, is_best: bool = False, again: bool = False) -> None:
+        """A checkpoint of this very boundary, as soon as the writer is free; nothing if it is there already, unless it
+        is to be written `again`. `best` is
         the highest acceptance length so far, `is_best` whether these weights reached it. Raises what ended the writing
         of the one before, unless it was an OSError."""
-        if step == self._saved_step:
+        if step == self._saved_step and not again:
             return
         started = time.monotonic()
         self._saver.wait()  # it reads the memory that the copy goes to
@@ -68,3 +72,9 @@ class Checkpointer:
         snapshot = Snapshot(self._drafter.shape, self._drafter.compute_dtype, state, cursor, self._target, best)
         self._saver.submit(snapshot, is_best, time.monotonic() - started)
         self._saved_step, self._waiting = step, False
+
+
+def postponement(step: int) -> dict[str, Any]:
+    """The row for a checkpoint that is not taken at its step."""
+    text = f"checkpoint at step {step} is postponed: the one before is still being written"
+    return {"what": "checkpoint postponed", "text": text, "step": step}

@@ -20,6 +20,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[drafter]: the shape of the draft model; None or "auto" means "as the target has it".
 
+    preset: a published drafter whose shape keys count where this section has none of its own (`consumer.presets`).
     taps: target layer ids, 0-based; tap i is the output of decoder layer i ("auto": `consumer.shape.auto_taps`).
     layers: draft layers. block_size: draft tokens per block, the anchor included.
     mask_token: id that fills the slots to be predicted ("auto": `consumer.shape.resolve_shape`).
@@ -30,6 +31,7 @@ class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     kind: Literal["dflash"] = "dflash"
+    preset: Literal["qwen3.6-27b", "qwen3.5-27b", "qwen3-8b"] | None = None
     taps: Literal["auto"] | tuple[int, ...] = "auto"
     layers: int = 5
     block_size: int = 16
@@ -53,12 +55,16 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     weights of loss="ce" ("auto": `consumer.loss.default_gamma`). weight_decay: decoupled (AdamW); the paper does not
     give one, 0.01 is that of the best published independent recipe and AdamW's own default. precision "auto" is
     bf16-master32 where the machine multiplies bf16 in hardware, fp32 elsewhere. checkpoint_every: in steps.
+    max_hours: ends the run at the first step boundary at which it has trained for so long, whatever the plan still has.
     microbatch_tokens, microbatch_draft_tokens: bounds of one block ("auto": one longest sample at least).
+    skip_limit: share of the newest `consumer.skips.WINDOW_STEPS` steps that may be skipped, because loss or gradient
+    was not finite, before the run fails.
     quarantine_limit: share of all samples that may be left out as poison before the run fails.
     """
 
     epochs: int = 1
     max_steps: int | None = None
+    max_hours: float | None = None
     batch_tokens: int = 16384
     microbatch_tokens: Literal["auto"] | int = "auto"
     microbatch_draft_tokens: Literal["auto"] | int = "auto"
@@ -74,6 +80,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     checkpoint_every: int = 500
     keep_checkpoints: int = 3
     quarantine_limit: float = 0.01
+    skip_limit: float = 0.05
     seed: int = 0
 
 
@@ -142,6 +149,8 @@ def _check_train(train: TrainConfig) -> None:
         _field(f"train.{name}", getattr(train, name), _at_least(1), "write at least 1")
     if train.max_steps is not None:
         _field("train.max_steps", train.max_steps, _at_least(1), "write at least 1, or leave it out")
+    if train.max_hours is not None:
+        _field("train.max_hours", train.max_hours, _above(0), "write hours such as 8 or 0.5, or leave it out")
     for name in ("microbatch_tokens", "microbatch_draft_tokens"):
         value = getattr(train, name)
         if value != "auto":
@@ -154,7 +163,8 @@ def _check_train(train: TrainConfig) -> None:
             raise RequestError(f'train.gamma has no effect with train.loss = "{train.loss}": remove it')
     _field("train.weight_decay", train.weight_decay, _at_least(0), "write 0 or more")
     _field("train.grad_clip", train.grad_clip, _above(0), "write a positive number such as 1.0")
-    _field("train.quarantine_limit", train.quarantine_limit, lambda value: 0 <= value <= 1, "write a share, 0 to 1")
+    for name in ("quarantine_limit", "skip_limit"):
+        _field(f"train.{name}", getattr(train, name), lambda value: 0 <= value <= 1, "write a share, 0 to 1")
     _field("train.seed", train.seed, _at_least(0), "write 0 or a number below 2**48")
 
 

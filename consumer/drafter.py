@@ -6,13 +6,12 @@ Parameters may be fp32 masters: every product runs in `compute_dtype`, norms and
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from consumer.attention import Layout, draft_attention
 from consumer.shape import DrafterShape
 from consumer.zlab import check_tensors
 
@@ -24,6 +23,14 @@ class Rotation(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+
+class Visible(Protocol):
+    """Who sees what: `consumer.attention.Layout`, or its like on a GPU (`consumer.flex`)."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, *, causal: bool, window: int | None
+    ) -> Tensor: ...
 
 
 Context = list[tuple[Tensor, Tensor]]  # per layer: k (normed, rotated), v; each [T, kv_heads, head_dim]
@@ -74,11 +81,9 @@ class Attention(nn.Module):
         k = self.k_norm(self.k_proj(x).unflatten(-1, self.kv_split))
         return rotate(k, rotation), self.v_proj(x).unflatten(-1, self.kv_split)
 
-    def forward(self, x: Tensor, rotation: Rotation, context: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
-        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, self.q_split)), rotation)
-        k, v = self.keys_values(x, rotation)
-        mixed = draft_attention(q, k, v, *context, layout, causal=self.causal, window=self.window)
-        return self.o_proj(mixed.flatten(-2))  # type: ignore[no-any-return]
+    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """q [..., heads, head_dim] of rows x [..., hidden]."""
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, self.q_split)), rotation)
 
 
 class MLP(nn.Module):
@@ -104,8 +109,19 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, rotation: Rotation, context: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, context, layout)
+    def forward(self, x: Tensor, rotation: Rotation, context: tuple[Tensor, Tensor], visible: Visible) -> Tensor:
+        attention = self.self_attn
+        mixed = visible.attend(*self.enter(x, rotation), *context, causal=attention.causal, window=attention.window)
+        return self.leave(x, mixed)
+
+    def enter(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of the draft slots: all before attention."""
+        normed = self.input_layernorm(x)
+        return self.self_attn.queries(normed, rotation), *self.self_attn.keys_values(normed, rotation)
+
+    def leave(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """All after attention, whose output [..., heads, head_dim] is `mixed`."""
+        x = x + self.self_attn.o_proj(mixed.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
@@ -123,6 +139,11 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(shape, index) for index in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        # float64 on the host: the same angles whatever the device, and exact at long positions.
+        steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
+        frequencies = (1.0 / shape.rope_theta**steps).float()
+        self.inverse_frequencies: Tensor
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def context(self, features: Tensor, positions: Tensor) -> Context:
         """Keys and values of every layer for context rows.
@@ -130,19 +151,23 @@ class Drafter(nn.Module):
         features [T, taps * hidden], tap order of the shape, any float dtype; positions [T], counted from the
         start of each row's document. One fused state feeds all layers (reference section 0, fact 5).
         """
-        fused = self.hidden_norm(self.fc(features.to(self.compute_dtype)))
+        fused = self.fuse(features)
         rotation = self._rotation(positions)
-        return [layer.self_attn.keys_values(fused, rotation) for layer in self._layers()]
+        return [layer.self_attn.keys_values(fused, rotation) for layer in self.stack()]
 
-    def forward(self, block_embeddings: Tensor, block_positions: Tensor, context: Context, layout: Layout) -> Tensor:
+    def fuse(self, features: Tensor) -> Tensor:
+        """[T, hidden] of features [T, taps * hidden]."""
+        return self.hidden_norm(self.fc(features.to(self.compute_dtype)))  # type: ignore[no-any-return]
+
+    def forward(self, block_embeddings: Tensor, block_positions: Tensor, context: Context, visible: Visible) -> Tensor:
         """Hidden states after the final norm, [A, B, hidden] in compute_dtype; logits are the target's head of it.
 
         block_embeddings [A, B, hidden] (see `embed`); block_positions [A, B]: anchor .. anchor + B - 1.
         """
         x = block_embeddings.to(self.compute_dtype)
         rotation = self._rotation(block_positions)
-        for layer, keys_values in zip(self._layers(), context, strict=True):
-            x = layer(x, rotation, keys_values, layout)
+        for layer, keys_values in zip(self.stack(), context, strict=True):
+            x = layer(x, rotation, keys_values, visible)
         return self.norm(x)  # type: ignore[no-any-return]
 
     def embed(self, embedding: Tensor, ids: Tensor) -> Tensor:
@@ -150,15 +175,12 @@ class Drafter(nn.Module):
         rows = F.embedding(ids, embedding).to(self.compute_dtype)
         return rows if self.shape.input_embedding_scale == 1.0 else rows * self.shape.input_embedding_scale
 
-    def _layers(self) -> list[Layer]:
+    def stack(self) -> list[Layer]:
+        """The layers, in order."""
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     def _rotation(self, positions: Tensor) -> Rotation:
-        dim = self.shape.head_dim
-        # float64 on the host: the same angles whatever the device, and exact at long positions.
-        steps = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-        inverse = (1.0 / self.shape.rope_theta**steps).float().to(positions.device)
-        angles = positions.float()[..., None] * inverse
+        angles = positions.float()[..., None] * self.inverse_frequencies
         angles = torch.cat([angles, angles], dim=-1)[..., None, :]
         return Rotation(angles.cos(), angles.sin())
 

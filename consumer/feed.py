@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from consumer.bounds import DEPTH
+from consumer.prefetch import prefetch_to
 from consumer.verify import Rows, differing_tensor, unsound_samples
 from protocol.arena import Arena
-from protocol.block import checksum, views
+from protocol.block import views
 from protocol.errors import ProtocolError, RunError
 from protocol.messages import Bad, Credit, Deliver, Go, Quarantine, Release, Stop, Verified
 from protocol.peer import Peer
@@ -68,7 +69,8 @@ class Feed:
     ) -> None:
         self.quarantined: dict[str, str] = {}
         self.waited_s = 0.0
-        self._peer, self._arena, self._device, self._taps, self._rows = peer, arena, device, taps, rows
+        self._peer, self._arena, self._taps, self._rows = peer, arena, taps, rows
+        self._prefetch = prefetch_to(device)
         self._blocks: dict[tuple[int, int], DeviceBlock] = {}
         self._orders: queue.Queue[Go | Stop] = queue.Queue()
         self._failure: BaseException | None = None
@@ -93,6 +95,7 @@ class Feed:
         if order.stop:
             return None
         block = self._blocks.pop((step, micro_step))
+        self._prefetch.hand_over(block.features)
         self._peer.send(Credit(blocks=1))
         return block
 
@@ -139,7 +142,8 @@ class Feed:
         """The block on the device, if its slot's marks are whole before it is copied out and still are afterwards."""
         if problem := self._marks(message):
             return Poison(problem)
-        found = self._copy_out(message)
+        with self._prefetch.here():
+            found = self._copy_out(message)
         problem = self._marks(message)
         return Poison(problem) if problem else found
 
@@ -149,14 +153,10 @@ class Feed:
 
     def _copy_out(self, message: Deliver) -> DeviceBlock | Poison:
         """The block on the device, or what is wrong with its content."""
-        slot = self._arena.slot(message.slot) if message.slot >= 0 else memoryview(bytes(64))
+        slot = self._arena.slot(message.slot) if message.slot >= 0 else memoryview(bytearray(64))
         tensors = views(slot, message.table)
-        # Summed after it was copied: what is trained on is what was summed, whoever might still write to the slot.
-        features = tensors["features"].copy()
-        summed = checksum(features)
         spec = next(spec for spec in message.table if spec.name == "features")
-        host = torch.from_numpy(features).view(getattr(torch, spec.dtype))
-        on_device = host.to(self._device)
+        features, summed = self._prefetch.bring(tensors["features"], getattr(torch, spec.dtype))
         block = DeviceBlock(
             step=message.step,
             micro_step=message.micro_step,
@@ -166,7 +166,7 @@ class Feed:
             token_ids=tensors["token_ids"].astype(np.int32),
             loss_mask=tensors["loss_mask"].astype(np.uint8),
             offsets=tensors["offsets"].astype(np.int32),
-            features=on_device,
+            features=features,
         )
         if summed != message.checksum:
             return Poison(f"the features do not add up: {summed:016x}, announced {message.checksum:016x}")
@@ -176,7 +176,7 @@ class Feed:
             small = (block.token_ids, block.loss_mask, block.offsets)
             if name := differing_tensor(self._rows, message.samples, *small):
                 return Poison(f"{name} in the slot are not the dataset's")
-        unsound = unsound_samples(on_device, block.token_ids, block.offsets, self._taps)
+        unsound = unsound_samples(features, block.token_ids, block.offsets, self._taps)
         if not unsound:
             return block
         named = tuple(message.samples[position] for position in unsound)

@@ -12,6 +12,7 @@ from torch import Tensor
 from consumer.attention import Layout
 from consumer.blocks import DraftBlocks, blocks_at, document_positions
 from consumer.drafter import Drafter, load
+from consumer.gpu_step import masks_for
 from consumer.loss import LossKind, draft_loss
 from consumer.shape import DrafterShape
 from protocol.errors import RequestError
@@ -36,9 +37,13 @@ def recompute(path: Path, device: str = "cpu") -> GoldenErrors:
     features = draft["target_features"].flatten(0, 1)
     context = drafter.context(features, torch.from_numpy(document_positions(layout.offsets)).to(device))
     embedded = drafter.embed(draft["target.embed_tokens"], torch.from_numpy(blocks.input_ids).to(device))
-    output = drafter(embedded, torch.from_numpy(blocks.positions).to(device), context, layout)
+    # On a GPU as in training there: compiled, and with attention in one kernel.
+    masks = masks_for(drafter, int(layout.offsets[-1]), blocks.input_ids.size)
+    if masks is not None:
+        masks.fill(layout)
+    output = drafter(embedded, torch.from_numpy(blocks.positions).to(device), context, masks or layout)
     kind: LossKind = "dpace" if metadata["loss_type"] == "dpace" else "ce"
-    labels, supervised = torch.from_numpy(blocks.labels).to(device), torch.from_numpy(blocks.supervised).to(device)
+    labels, supervised = torch.from_numpy(blocks.labels), torch.from_numpy(blocks.supervised)
     parts = draft_loss(output, draft["target.lm_head"], labels, supervised, kind=kind, gamma=float(metadata["gamma"]))
     # The golden D-PACE loss is divided by batch rows; training divides by supervised slots (see LossParts).
     loss = parts.loss / (rows if kind == "dpace" else parts.denominator)

@@ -5,13 +5,16 @@ forward pass: logits of a few hundred rows become loss, then probabilities, then
 supervised slots reach the head. Softmax is fp32; both products run in the hidden states' dtype.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from consumer.bounds import CHUNK_ROWS, TILE_ELEMENTS
+from consumer.upload import upload
 
 LossKind = Literal["ce", "dpace"]
 DPACE_ALPHA = 0.5
@@ -65,51 +68,63 @@ def draft_loss(
 ) -> LossParts:
     """Loss sums of A draft blocks.
 
-    hidden [A, B, H] from `Drafter.forward`; head [V, H] in hidden's dtype, without gradient; labels int [A, B];
-    supervised bool [A, B] with slot 0 false. Zero blocks, or none supervised, give zeros and a zero gradient.
+    hidden [A, B, H] from `Drafter.forward`; head [V, H] in hidden's dtype, without gradient. labels int [A, B] and
+    supervised bool [A, B], slot 0 false, are host tensors: how the work is cut is decided there, so that nobody waits
+    for a GPU. Zero blocks, or none supervised, give zeros and a zero gradient.
     """
-    blocks, slots, _ = hidden.shape
+    device, slots = hidden.device, hidden.shape[1]
     rows = supervised.flatten().nonzero()[:, 0]
-    plan = _Plan(kind, decay_weights(slots, gamma).to(hidden.device), rows // slots, rows % slots, _borders(supervised))
-    picked = hidden.flatten(0, 1)[rows]
-    loss, weight, correct = _HeadLoss.apply(picked, head, labels.flatten()[rows].long(), plan)  # type: ignore[no-untyped-call]
-    zeros = torch.zeros(slots, dtype=torch.int64, device=hidden.device)
-    count = supervised.sum(dim=0) if blocks else zeros
+    block, slot = upload(rows // slots, device), upload(rows % slots, device)
+    plan = _Plan(kind, upload(decay_weights(slots, gamma), device), block, slot, _chunks(supervised, device.type))
+    picked = hidden.flatten(0, 1).index_select(0, upload(rows, device))
+    label = upload(labels.flatten()[rows].long(), device)
+    loss, weight, correct = _HeadLoss.apply(picked, head, label, plan)  # type: ignore[no-untyped-call]
+    count = upload(supervised.sum(dim=0), device)
     denominator = weight if kind == "ce" else count.sum().float()
-    return LossParts(loss, denominator, zeros.index_add(0, plan.slot, correct.long()), count)
+    return LossParts(loss, denominator, torch.zeros_like(count).index_add(0, slot, correct.long()), count)
+
+
+class _Chunk(NamedTuple):
+    """Some whole draft blocks: their picked rows, and the blocks from `first` up to `stop`."""
+
+    rows: slice
+    first: int
+    stop: int
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """block, slot [R]: where each picked row stands; borders: row ranges of the chunks, each whole draft blocks."""
+    """block, slot [R]: where each picked row stands."""
 
     kind: LossKind
     decay: Tensor
     block: Tensor
     slot: Tensor
-    borders: list[int]
+    chunks: list[_Chunk]
 
-    def weights(self, ce: Tensor, rows: slice) -> Tensor:
+    def weights(self, ce: Tensor, chunk: _Chunk) -> Tensor:
         """Weight of each row of one chunk, [r]."""
-        slot = self.slot[rows]
+        slot = self.slot[chunk.rows]
         if self.kind == "ce":
             return self.decay[slot]
-        block = self.block[rows] - self.block[rows.start]
-        grid = torch.zeros(int(block[-1]) + 1, len(self.decay), device=ce.device)
+        block = self.block[chunk.rows] - chunk.first
+        grid = torch.zeros(chunk.stop - chunk.first, len(self.decay), device=ce.device)
         supervised = torch.zeros_like(grid, dtype=torch.bool)
         grid[block, slot] = ce
         supervised[block, slot] = True
         return dpace_weights(grid, supervised)[block, slot]
 
 
-def _borders(supervised: Tensor) -> list[int]:
-    """Chunk borders in picked rows: as many whole blocks as fit, at least one."""
-    limit, borders, total = CHUNK_ROWS[supervised.device.type], [0], 0
-    for rows in supervised.sum(dim=1).tolist():
-        if total + rows - borders[-1] > limit and total > borders[-1]:
-            borders.append(total)
+def _chunks(supervised: Tensor, device_type: str) -> list[_Chunk]:
+    """As many whole blocks each as fit, at least one."""
+    chunks: list[_Chunk] = []
+    first = start = total = 0
+    for block, rows in enumerate(supervised.sum(dim=1).tolist()):
+        if total + rows - start > CHUNK_ROWS[device_type] and total > start:
+            chunks.append(_Chunk(slice(start, total), first, block))
+            first, start = block, total
         total += rows
-    return borders if total == borders[-1] else [*borders, total]
+    return chunks if total == start else [*chunks, _Chunk(slice(start, total), first, len(supervised))]
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -121,17 +136,16 @@ class _HeadLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=rows.device)
         weight_sum = torch.zeros_like(loss)
         correct = torch.empty(len(rows), dtype=torch.bool, device=rows.device)
-        widest = max((b - a for a, b in zip(plan.borders, plan.borders[1:], strict=False)), default=0)
+        widest = max((chunk.rows.stop - chunk.rows.start for chunk in plan.chunks), default=0)
         logits = rows.new_empty(widest, head.shape[0])
-        tile_rows = max(1, TILE_ELEMENTS[rows.device.type] // head.shape[0])
-        wide = logits.new_empty(min(tile_rows, widest), head.shape[0], dtype=torch.float32)
-        for a, b in zip(plan.borders, plan.borders[1:], strict=False):
-            chunk = torch.mm(rows[a:b], head.t(), out=logits[: b - a])
-            ce = _to_residual(chunk, labels[a:b], correct[a:b], wide)
-            weights = plan.weights(ce, slice(a, b))
+        to_residual = _residual_of(logits)
+        for chunk in plan.chunks:
+            part = torch.mm(rows[chunk.rows], head.t(), out=logits[: chunk.rows.stop - chunk.rows.start])
+            ce = to_residual(part, labels[chunk.rows], correct[chunk.rows])
+            weights = plan.weights(ce, chunk)
             loss += (weights * ce).sum()
             weight_sum += weights.sum()
-            gradient[a:b] = torch.mm(chunk, head).float() * weights[:, None]
+            gradient[chunk.rows] = torch.mm(part, head).float() * weights[:, None]
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(weight_sum, correct)
         return loss, weight_sum, correct
@@ -142,8 +156,20 @@ class _HeadLoss(torch.autograd.Function):
         return (gradient.float() * grads[0]).to(gradient.dtype), None, None, None
 
 
+def _residual_of(logits: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The function (logits [r, V], labels [r], correct [r]) -> CE [r] for the device; it turns logits into softmax
+    minus one-hot, in place, and fills correct. `logits` has the most rows that there will be."""
+    if logits.is_cuda:
+        from consumer.residual import to_residual
+
+        return to_residual
+    tile_rows = min(max(1, TILE_ELEMENTS // logits.shape[1]), len(logits))
+    wide = logits.new_empty(tile_rows, logits.shape[1], dtype=torch.float32)
+    return partial(_to_residual, wide=wide)
+
+
 def _to_residual(logits: Tensor, labels: Tensor, correct: Tensor, wide: Tensor) -> Tensor:
-    """CE [r] in fp32; turns logits [r, V] into softmax minus one-hot, in place, fills correct [r]; wide is scratch."""
+    """`_residual_of` on a CPU; wide, fp32 [tile, V], is scratch."""
     ce = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     for start in range(0, len(logits), len(wide)):
         tile, label = logits[start : start + len(wide)], labels[start : start + len(wide), None]

@@ -36,10 +36,6 @@ def sum_over_ranks(gradients: Sequence[torch.Tensor], totals: torch.Tensor) -> N
     """Sums gradients and `totals` (float64: loss, denominator, counts) over all ranks, in place."""
     if not dist.is_initialized():
         return
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat)
-    dist.all_reduce(totals)
-    start = 0
-    for gradient in gradients:
-        gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
-        start += gradient.numel()
+    # All under way before the first is waited for: small ones then cost no latency of their own.
+    for work in [dist.all_reduce(tensor, async_op=True) for tensor in (*gradients, totals)]:
+        work.wait()

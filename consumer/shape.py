@@ -11,6 +11,7 @@ import msgspec
 from consumer.config import LAYER_TYPES, DrafterConfig
 from protocol.errors import RequestError
 
+NAMED_ONLY = ("max_position_embeddings", "eos_token_ids", "pad_token_id", "bos_token_id")
 AUTO_TAPS = 5  # published drafters read five layers whatever their own depth
 
 
@@ -63,13 +64,19 @@ def auto_taps(num_target_layers: int, n: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (num_target_layers - 4) / (n - 1)) for i in range(n))
 
 
-def resolve_shape(config: DrafterConfig, target: Mapping[str, Any], unused_ids: Sequence[int]) -> DrafterShape:
+def resolve_shape(
+    config: DrafterConfig,
+    target: Mapping[str, Any],
+    unused_ids: Sequence[int],
+    trained: DrafterShape | None = None,
+) -> DrafterShape:
     """The shape for this configuration on this target.
 
     target: the JSON `config` of target_io.safetensors. unused_ids: every id inside the embedding that the training
     data never holds, best first (a declared mask token, then spare embedding rows, then unused special tokens).
     Mask token "auto" is the first of them that is not pad, end or start token; a mask token given by number must be
-    one of them. Automatic taps are five, or as many as a shallow target has room for.
+    one of them. Automatic taps are five, or as many as a shallow target has room for. trained: the shape of the drafter
+    that it starts from, whose arithmetic it keeps where [drafter] has no key for it.
 
     Raises RequestError naming the field.
     """
@@ -87,12 +94,12 @@ def resolve_shape(config: DrafterConfig, target: Mapping[str, Any], unused_ids: 
         intermediate_size=config.mlp or target["intermediate_size"],
         block_size=config.block_size,
         rope_theta=float(config.rope_theta or target["rope_theta"]),
-        rms_norm_eps=target["rms_norm_eps"],
+        rms_norm_eps=target["rms_norm_eps"] if trained is None else trained.rms_norm_eps,
         vocab_size=target["vocab_size"],
         mask_token_id=_mask_token(config.mask_token, int(target["vocab_size"]), special, unused_ids),
         layer_types=config.layer_types or ("full_attention",) * config.layers,
         sliding_window=config.sliding_window,
-        is_causal=None,
+        is_causal=None if trained is None else trained.is_causal,
         num_target_layers=layers,
         max_position_embeddings=target["max_position_embeddings"],
         eos_token_ids=eos,
@@ -129,6 +136,12 @@ def _check_fits_target_layers(shape: DrafterShape, target: Mapping[str, Any]) ->
 def differing_fields(one: DrafterShape, other: DrafterShape) -> list[str]:
     """Names of the fields in which two shapes differ, in the order of declaration."""
     return [name for name in one.__struct_fields__ if getattr(one, name) != getattr(other, name)]
+
+
+def other_arithmetic(one: DrafterShape, other: DrafterShape) -> list[str]:
+    """Likewise of those that decide what weights mean. Published drafters name end tokens and a longest position of
+    their own, which nothing computes with."""
+    return [name for name in differing_fields(one, other) if name not in NAMED_ONLY]
 
 
 def check_shape(shape: DrafterShape, where: str) -> None:

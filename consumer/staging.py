@@ -8,7 +8,6 @@ copies' worth; into pinned memory that is there already, it is one transfer over
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import mmap
 from collections.abc import Mapping
@@ -23,8 +22,6 @@ from protocol.pinning import pin
 _FLOAT_BYTES = 4
 # A tensor begins on a cache line.
 _ALIGN_FLOATS = 16
-
-log = logging.getLogger(__name__)
 
 
 class Staging:
@@ -71,10 +68,6 @@ def _touched(count: int) -> Tensor:
 
 
 def _pin(memory: Tensor, device: torch.device) -> None:
-    """Registers `memory` with CUDA as it is: PyTorch's own pinned memory is rounded up to a power of two. Without it
-    copies are four times slower and as exact."""
-    if pin(torch.cuda.cudart(), memory.data_ptr(), memory.nbytes):  # type: ignore[no-untyped-call]
-        return
-    log.warning("checkpoints are staged in pageable memory: CUDA cannot pin %d bytes", memory.nbytes)
-    with contextlib.suppress(RuntimeError):  # the error would come up again in the next kernel's name
-        torch.zeros(1, device=device)
+    """As it is: PyTorch's own pinned memory is rounded up to a power of two."""
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    pin(cudart, memory.data_ptr(), memory.nbytes, "memory for checkpoints", lambda: torch.zeros(1, device=device))

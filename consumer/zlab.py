@@ -111,9 +111,10 @@ def shape_from_config_json(config: Mapping[str, Any]) -> DrafterShape:
     dflash = config.get("dflash_config") or {}
     rope = config.get("rope_parameters") or {}
     flat = {**config, **dflash}
-    _refuse_foreign(config, flat, rope)
+    if ARCHITECTURE not in config.get("architectures", [ARCHITECTURE]):
+        raise RequestError(f"config.json: architectures is {config['architectures']}, not {ARCHITECTURE}")
+    refuse_foreign(flat, rope)
     layers = _need(config, "num_hidden_layers")
-    theta = rope.get("rope_theta", config.get("rope_theta"))
     causal = config.get("is_causal", dflash.get("causal"))
     shape = DrafterShape(
         hidden_size=_need(config, "hidden_size"),
@@ -124,7 +125,7 @@ def shape_from_config_json(config: Mapping[str, Any]) -> DrafterShape:
         head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         intermediate_size=_need(config, "intermediate_size"),
         block_size=_need(flat, "block_size"),
-        rope_theta=float(_need({"rope_theta": theta}, "rope_theta")),
+        rope_theta=plain_rope_theta(config),
         rms_norm_eps=_need(config, "rms_norm_eps"),
         vocab_size=_need(config, "vocab_size"),
         mask_token_id=_need(flat, "mask_token_id"),
@@ -142,9 +143,14 @@ def shape_from_config_json(config: Mapping[str, Any]) -> DrafterShape:
     return shape
 
 
-def _refuse_foreign(config: Mapping[str, Any], flat: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    if ARCHITECTURE not in config.get("architectures", [ARCHITECTURE]):
-        raise RequestError(f"config.json: architectures is {config['architectures']}, not {ARCHITECTURE}")
+def plain_rope_theta(config: Mapping[str, Any]) -> float:
+    """The base of the rotary positions, in either of the two places. Raises RequestError when it is in neither."""
+    rope = config.get("rope_parameters") or {}
+    return float(_need({"rope_theta": rope.get("rope_theta", config.get("rope_theta"))}, "rope_theta"))
+
+
+def refuse_foreign(flat: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+    """Refuse (RequestError) a configuration with arithmetic that this drafter does not have."""
     plain = {
         "hidden_act": ("silu", "silu"),
         "attention_bias": (False, False),

@@ -17,13 +17,19 @@ Consumer, P parameters
                + P c if c < 4            the weights as the products see them
                + V h e, twice if the head is not tied; + V h c for the head if c and e differ
     workspace  3 T taps h (e + 1)        two blocks ahead and one in training, and what verifying looks at
-               + T h (3 c + 12)          the fused context
-               + T L kv (3 c + 24)       its keys and values, kv = kv heads x head dim
-               + D L (h (5 c + 16) + 4 m c + q (3 c + 24) + kv (3 c + 24))   what backward keeps of a draft token
-               + 9 D L heads (S + B)     its attention scores: softmax and their copy in fp32, and the mask
-               + 12 SCORES_PER_BATCH     scores of one batch on their way forward or back
-               + CHUNK_ROWS V c + 8 min(CHUNK_ROWS V, TILE_ELEMENTS)   logits of one chunk
+               + T taps h e              the rows of it that some draft block sees
+               + CHUNK_ROWS V c          logits of one chunk
                + D h (2 c + 4)           hidden states at the head, and their gradient
+               on a GPU, with attention in one kernel:
+               + T (3 h c + 6 L kv c)    the fused context, its keys and values
+               + D L c (3 h + 3 m + 4 q + 6 kv)   what backward keeps of a draft token
+               on a CPU, or with heads too narrow for the kernel:
+               + T (h (3 c + 12) + L kv (3 c + 24))
+               + D L (h (5 c + 16) + 4 m c + (q + kv) (3 c + 24))
+               + 9 D L heads (S + B)     attention scores: softmax and their copy in fp32, and the mask
+               + 12 SCORES_PER_BATCH     scores of one batch on their way forward or back; _CHUNK on a CPU
+               + 8 TILE_ELEMENTS         softmax of a tile
+               where m is the drafter's MLP width, q = heads x head dim and kv = kv heads x head dim
 
 Host, one consumer
     checkpoint P (4 + 8)                 masters and moments, in memory of their own for the whole run
@@ -41,7 +47,7 @@ from typing import Any
 
 import msgspec
 
-from consumer.bounds import CHUNK_ROWS, DEPTH, SCORES_PER_BATCH, TILE_ELEMENTS
+from consumer.bounds import CHUNK_ROWS, DEPTH, LEAST_HEAD_DIM, SCORES_PER_BATCH, SCORES_PER_CHUNK, TILE_ELEMENTS
 from consumer.shape import DrafterShape
 from consumer.zlab import tensor_shapes
 from launch.machine import Gpu
@@ -92,20 +98,28 @@ def producer_need(weight_bytes: int, facts: Mapping[str, Any], taps: int, width:
     return Need(weight_bytes, int(rows * layer) + staging)
 
 
-def consumer_need(shape: DrafterShape, tied: bool, width: int, compute_width: int, block: Block) -> Need:
-    """The need of one consumer; `width` is the bytes of one number of the features, `compute_width` in the products."""
+def consumer_need(
+    shape: DrafterShape, tied: bool, width: int, compute_width: int, block: Block, device: str = "cuda"
+) -> Need:
+    """The need of one consumer on a device of this type; `width` is the bytes of one number of the features,
+    `compute_width` in the products."""
     parameters = _parameters(shape)
     c, hidden, vocabulary = compute_width, shape.hidden_size, shape.vocab_size
     ends = vocabulary * hidden * (width * (1 if tied else 2) + (c if c != width else 0))
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    per_token = (DEPTH + 1) * len(shape.target_layer_ids) * hidden * (width + 1)
-    per_token += hidden * (3 * c + 12) + shape.num_layers * kv * (3 * c + 24)
-    per_draft_token = hidden * (5 * c + 16) + 4 * shape.intermediate_size * c + (q + kv) * (3 * c + 24)
-    per_draft_token += 9 * shape.num_heads * (block.longest + shape.block_size)
-    workspace = block.tokens * per_token + block.draft_tokens * (shape.num_layers * per_draft_token)
-    chunk = CHUNK_ROWS["cuda"] * vocabulary
-    workspace += 12 * SCORES_PER_BATCH + chunk * c + 8 * min(chunk, TILE_ELEMENTS["cuda"])
-    workspace += block.draft_tokens * hidden * (2 * c + 4)
+    taps, layers, mlp = len(shape.target_layer_ids) * hidden, shape.num_layers, shape.intermediate_size
+    per_token = (DEPTH + 1) * taps * (width + 1) + taps * width
+    workspace = CHUNK_ROWS[device] * vocabulary * c
+    per_draft_token = hidden * (2 * c + 4)
+    if device == "cuda" and shape.head_dim >= LEAST_HEAD_DIM:
+        per_token += 3 * hidden * c + 6 * layers * kv * c
+        per_draft_token += layers * c * (3 * hidden + 3 * mlp + 4 * q + 6 * kv)
+    else:
+        per_token += hidden * (3 * c + 12) + layers * kv * (3 * c + 24)
+        per_draft_token += layers * (hidden * (5 * c + 16) + 4 * mlp * c + (q + kv) * (3 * c + 24))
+        per_draft_token += 9 * layers * shape.num_heads * (block.longest + shape.block_size)
+        workspace += 12 * (SCORES_PER_BATCH if device == "cuda" else SCORES_PER_CHUNK) + 8 * TILE_ELEMENTS
+    workspace += block.tokens * per_token + block.draft_tokens * per_draft_token
     return Need(parameters * (16 + (c if c < 4 else 0)) + ends, workspace)
 
 
@@ -141,6 +155,26 @@ def divide(placement: Placement, gpus: Sequence[Gpu], producer: Need, consumer: 
     return Budgets(min(each.producer for each in budgets), min(each.consumer for each in budgets))
 
 
+def shortage(
+    placement: Placement, gpus: Sequence[Gpu], producer: Need, consumer: Need, host_bytes: int, free_bytes: int
+) -> str:
+    """What of these needs the machine does not hold in full, "" when it holds all of them.
+
+    `host_bytes` is what the run needs of the host's `free_bytes` beside its processes on CPUs.
+    """
+    roles = ((placement.producers, producer.total), (placement.consumers, consumer.total))
+    for device in dict.fromkeys((*placement.producers, *placement.consumers)):
+        needs = [total for devices, total in roles if device in devices]
+        if device != "cpu":
+            gpu, needed = gpus[int(device.partition(":")[2])], sum(needs) + CONTEXT_BYTES * len(needs)
+            if needed > gpu.free_bytes:
+                return f"{device} needs up to {show_bytes(needed)}, and {show_bytes(gpu.free_bytes)} of it are free"
+    host_bytes += sum(total * devices.count("cpu") for devices, total in roles)
+    if host_bytes > free_bytes:
+        return f"the run needs up to {show_bytes(host_bytes)} of memory, and {show_bytes(free_bytes)} are free"
+    return ""
+
+
 def occupied(placement: Placement, gpus: Sequence[Gpu]) -> list[str]:
     """One line for each device of `placement` of which somebody else has a part."""
     devices = [device for device in dict.fromkeys((*placement.producers, *placement.consumers)) if device != "cpu"]
@@ -165,8 +199,8 @@ def _refusal(device: str, gpu: Gpu, needs: dict[str, int]) -> str:
     advice = "use a smaller target or drafter"
     if len(needs) == 2:
         advice = (
-            "lower train.microbatch_tokens, train.microbatch_draft_tokens or data.max_length, give each role a GPU of "
-            "its own (gpus.split), or " + advice
+            "lower data.max_length or train.anchors (and train.microbatch_tokens and train.microbatch_draft_tokens, "
+            "where they are set), give each role a GPU of its own (gpus.split), or " + advice
         )
     text = f"{parts}, and {contexts} for CUDA itself, do not fit into the {show_bytes(gpu.free_bytes)} that are free"
     if used := _used(gpu):

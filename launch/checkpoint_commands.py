@@ -1,59 +1,22 @@
-"""`draftwire eval` and `draftwire export`: what can be done with a checkpoint alone, also while its run lives."""
+"""`draftwire eval`, `compare` and `export`: what can be done with checkpoints alone, also while their run lives."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from consumer.checkpoints import newest_good, problem_of, read_cursor
-from consumer.config import EvalConfig
-from launch.machine import threads_per_process
-from launch.runfolder import find_run
+from consumer.checkpoints import read_cursor
+from launch.measure import Subject, find_checkpoint, is_drafter, measured, shard_of
 from protocol.errors import RequestError
-from protocol.job import read_section
-
-
-def find_checkpoint(name: str) -> tuple[Path, Path]:
-    """(run folder, checkpoint folder) of RUN, RUN@best or RUN@STEP. RequestError when it is not there or damaged."""
-    run_name, _, which = name.partition("@")
-    run_dir = find_run(run_name)
-    folder = run_dir / "checkpoints"
-    if not which:
-        found, damaged = newest_good(folder)
-        if found is None:
-            raise RequestError(f"{run_dir}: no checkpoint that can be used" + "".join(f"; {line}" for line in damaged))
-        return run_dir, found
-    checkpoint = folder / (f"step-{int(which):06d}" if which.isdecimal() else which)
-    if "/" in which or not checkpoint.exists():
-        there = ", ".join(path.name for path in sorted(folder.glob("[!.]*"))) or "none"
-        raise RequestError(f"{name}: no such checkpoint (there: {there})")
-    if (problem := problem_of(checkpoint)) is not None:
-        raise RequestError(f"{checkpoint}: {problem}")
-    return run_dir, checkpoint.resolve()
 
 
 def evaluate(name: str) -> tuple[dict[str, Any], list[str]]:
     """Acceptance length of a checkpoint, as a report and as lines."""
-    import torch
-
-    from consumer.acceptance import load_eval_rows, measure
-    from consumer.checkpoint import read_weights
-    from consumer.drafter import Drafter, load
-    from consumer.export import check_pairing
-    from consumer.target_ends import read_target_ends
     from consumer.walk import acceptance_row
 
     run_dir, checkpoint = find_checkpoint(name)
-    torch.set_num_threads(threads_per_process())  # a run may be alive beside this
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    weights, shape = read_weights(checkpoint)
-    ends = read_target_ends(run_dir / "target_io.safetensors", device)
-    check_pairing(shape, ends.config)
-    drafter = Drafter(shape, next(iter(weights.values())).dtype).to(device)
-    load(drafter, weights)
-    rows = load_eval_rows(run_dir / "eval.safetensors")
-    limit = read_section(run_dir, "eval", EvalConfig).max_new_tokens
-    found = measure(drafter, ends.embedding, ends.head, rows, max_new_tokens=limit)
+    found = measured(Subject(checkpoint, run_dir))
     report = acceptance_row(found) | {
         "lengths": [list(lengths) for lengths in found.lengths],
         "checkpoint": str(checkpoint),
@@ -71,12 +34,60 @@ def evaluate(name: str) -> tuple[dict[str, Any], list[str]]:
     return report, lines
 
 
-def export_checkpoint(name: str, out: Path) -> None:
-    """Writes a checkpoint in z-lab's format."""
+def compare(names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Two drafters on the same held-out prompts, as a report and as lines. Raises RequestError when there are no such
+    prompts."""
+    from consumer.compare import paired
+    from consumer.walk import acceptance_row
+
+    subjects = _same_prompts(names)
+    found = [measured(subject) for subject in subjects]
+    result = paired(found[0], found[1])
+    report: dict[str, Any] = {
+        key: acceptance_row(each) | {"name": name, "folder": str(subject.folder)}
+        for key, name, subject, each in zip("ab", names, subjects, found, strict=True)
+    }
+    report |= {
+        "difference": result.difference,
+        "interval": list(result.interval),
+        "prompts": result.prompts,
+        "better": result.better,
+        "worse": result.worse,
+        "verdict": result.verdict,
+    }
+    width = max(map(len, names))
+    lines = [f"  {'':{width}}  acceptance length  95 % interval   token-weighted"]
+    for letter, name, each in zip("AB", names, found, strict=True):
+        low, high = each.interval
+        interval = f"{low:.3f} to {high:.3f}"
+        lines.append(f"{letter} {name:{width}}  {each.mean:<17.3f}  {interval}  {each.token_weighted:.3f}")
+    return report, [*lines, result.verdict]
+
+
+def export_checkpoint(name: str, out: Path, form: Literal["zlab", "speculators"] = "zlab") -> None:
+    """Writes a checkpoint as a drafter of that format."""
     from consumer.checkpoint import read_weights
     from consumer.export import export
     from consumer.facts import export_facts
 
     run_dir, checkpoint = find_checkpoint(name)
     weights, shape = read_weights(checkpoint)
-    export(weights, shape, out, export_facts(run_dir, read_cursor(checkpoint)))
+    export(weights, shape, out, export_facts(run_dir, read_cursor(checkpoint)), form)
+
+
+def _same_prompts(names: Sequence[str]) -> list[Subject]:
+    """What is to be compared, on one set of prompts. A drafter's folder has none of its own and takes the other's."""
+    checkpoints = [None if is_drafter(name) else find_checkpoint(name) for name in names]
+    runs = [found[0] for found in checkpoints if found is not None]
+    if not runs:
+        raise RequestError("neither is a run: held-out prompts lie in a run's folder, so one of the two must be a RUN")
+    shards = [shard_of(run_dir) for run_dir in runs]
+    if shards[0] != shards[-1]:
+        raise RequestError(
+            f"{runs[0]} and {runs[-1]} evaluate on other prompts, taps or answers ({shards[0]} against {shards[-1]}): "
+            "nothing can be paired; give both the same data, eval.* and taps, or compare an export with a run"
+        )
+    return [
+        Subject(found[1], found[0]) if found is not None else Subject(Path(name), runs[0])
+        for name, found in zip(names, checkpoints, strict=True)
+    ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from launch.metrics import to_json
+from launch.arguments import ConfigArgument, JsonOption, SetOption, answer, hint, say
+from launch.cache_cli import app as cache_app
+from launch.cli_before import generate, init, plan
 from protocol.errors import DraftwireError, RequestError
 from protocol.version import DRAFTWIRE_VERSION
 
@@ -23,19 +26,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(cache_app, name="cache")
 
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML config (docs/configuration.md)")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="override one key; repeatable")]
-JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on stdout, nothing else there")]
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
-def hint(line: str) -> None:
-    """Progress of a command whose stdout is its answer."""
-    print(line, file=sys.stderr, flush=True)
+for command in (init, plan, generate):
+    app.command()(command)
 
 
 @app.command()
@@ -56,7 +50,7 @@ def run(
 
     loaded, forked_from = load_config(config, set_ or ()), None
     if fork is not None:
-        from launch.checkpoint_commands import find_checkpoint
+        from launch.measure import find_checkpoint
 
         forked_from, checkpoint = find_checkpoint(fork)
         loaded = fork_config(loaded, checkpoint, with_optimiser)
@@ -68,33 +62,24 @@ def run(
 
 
 @app.command()
-def prepare(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = False) -> None:
+def prepare(
+    config: ConfigArgument,
+    show: Annotated[int, typer.Option("--show", metavar="N", help="print N samples, what is learned in colour")] = 0,
+    workers: Annotated[
+        int | None, typer.Option(help="processes that tokenise; without it, as many as pay", min=1)
+    ] = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Chat data to a token dataset, with a report of every skipped row (`run` does it by itself)."""
     from launch.config import load_config
     from launch.data import prepare_dataset
 
-    report, lines = prepare_dataset(load_config(config, set_ or ()), hint)
-    _answer(report, lines, as_json)
-
-
-@app.command()
-def generate(
-    config: ConfigArgument,
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT.jsonl", help="where the answered rows go; resumed if it is there")
-    ],
-    max_new_tokens: Annotated[int, typer.Option(help="tokens of an answer at most", min=1)] = 256,
-    batch_rows: Annotated[int, typer.Option(help="prompts answered at once", min=1)] = 32,
-    tokens: Annotated[bool, typer.Option("--tokens", help="also keep the exact token ids (larger files)")] = False,
-    set_: SetOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Let the target itself answer the prompts of data.train (greedy): the data that a drafter learns most from."""
-    from launch.config import load_config
-    from launch.data import generate_data
-
-    report, lines = generate_data(load_config(config, set_ or ()), out, max_new_tokens, batch_rows, tokens, hint)
-    _answer(report, lines, as_json)
+    if show and as_json:
+        raise RequestError("--show is for people: it goes without --json")
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    report, lines = prepare_dataset(load_config(config, set_ or ()), hint, workers, show, colour)
+    answer(report, lines, as_json)
 
 
 @app.command()
@@ -109,11 +94,11 @@ def status(
 
     folder = find_run(run_name)
     found = summarise(folder)
-    _answer(found, describe(found), as_json)
+    answer(found, describe(found), as_json)
     while watch and found["state"] == "running":
         time.sleep(WATCH_S)
         found = summarise(folder)
-        _answer(found, ["", *describe(found)], as_json)
+        answer(found, ["", *describe(found)], as_json)
 
 
 @app.command()
@@ -132,6 +117,43 @@ def stop(
         say(line)
 
 
+@app.command()
+def cooldown(
+    run_name: Annotated[str, typer.Argument(metavar="RUN", help="a run's name or folder, or latest")] = "latest",
+    timeout_s: Annotated[float, typer.Option("--timeout", help="seconds to wait for its answer", min=0)] = 60,
+) -> None:
+    """Let a run's learning rate fall from its next step on, over a fifth of all its steps, and end it then as done."""
+    from launch.runfolder import find_run
+    from launch.stop import cool_down
+
+    folder = find_run(run_name)
+    say(f"{folder.name}: {cool_down(folder, timeout_s)}")
+
+
+@app.command()
+def tune(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="a TOML config")] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="measurements to replay, of any machine")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs to divide; else those that are visible", min=1)] = None,
+    again: Annotated[bool, typer.Option("--again", help="measure although it was measured before")] = False,
+    seconds: Annotated[float, typer.Option(help="seconds to measure each part", min=1)] = 30,
+    write: Annotated[bool, typer.Option("--write", help="put the best split into CONFIG")] = False,
+    verify_s: Annotated[
+        float, typer.Option("--verify", metavar="SECONDS", help="also run the best splits for so long", min=0)
+    ] = 0,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The best split of the GPUs between producers and trainers, from what each side does alone on this machine."""
+    from launch.tune import tune as tune_splits
+    from launch.tune_here import Wish
+
+    report, lines = tune_splits(config, set_ or (), Wish(source, gpus, again, seconds, write, verify_s))
+    answer(report, lines, as_json)
+
+
 @app.command("eval")
 def eval_(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="RUN, RUN@best or RUN@STEP")],
@@ -141,18 +163,34 @@ def eval_(
     from launch.checkpoint_commands import evaluate
 
     report, lines = evaluate(checkpoint)
-    _answer(report, lines, as_json)
+    answer(report, lines, as_json)
+
+
+@app.command()
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="RUN, RUN@best, RUN@STEP, or the folder of a drafter")],
+    b: Annotated[str, typer.Argument(metavar="B", help="likewise; a folder is measured on the other's prompts")],
+    as_json: JsonOption = False,
+) -> None:
+    """Whether B is accepted more than A: prompt by prompt on the same held-out prompts, with an interval."""
+    from launch.checkpoint_commands import compare as compare_two
+
+    report, lines = compare_two((a, b))
+    answer(report, lines, as_json)
 
 
 @app.command()
 def export(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="RUN, RUN@best or RUN@STEP")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="folder for config.json, model.safetensors, README.md")],
+    form: Annotated[str, typer.Option("--format", metavar="zlab|speculators", help="whose layout")] = "zlab",
 ) -> None:
-    """Write a checkpoint in z-lab's format, at any time, also in the middle of a run."""
+    """Write a checkpoint in z-lab's or speculators' format, at any time, also in the middle of a run."""
     from launch.checkpoint_commands import export_checkpoint
 
-    export_checkpoint(checkpoint, out)
+    if form not in ("zlab", "speculators"):
+        raise RequestError(f"--format {form}: write zlab or speculators")
+    export_checkpoint(checkpoint, out, "zlab" if form == "zlab" else "speculators")
     say(f"drafter in {out}; its README.md says how to serve it")
 
 
@@ -185,16 +223,8 @@ def doctor(
         report, lines, sound = recompute_goldens(golden, device)
     else:
         report, lines, sound = examine(config)
-    _answer(report, lines, as_json)
+    answer(report, lines, as_json)
     raise typer.Exit(0 if sound else 1)
-
-
-def _answer(report: dict[str, Any], lines: list[str], as_json: bool) -> None:
-    if as_json:
-        say(to_json(report))
-        return
-    for line in lines:
-        say(line)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,7 +1,7 @@
-"""The coordinator's decisions: messages in, messages out. No sockets, no clock, no files.
+"""The coordinator's decisions: messages in, messages out. No sockets, no files; only the pace looks at a clock.
 
-It joins the ledger (which block next, in which slot), the gate (which micro-step may run) and the counters (what a
-person wants to see). The coordinator process feeds it and sends what it answers.
+It joins the ledger (which block next, in which slot), the gate (which micro-step may run), the pace (when the run ends)
+and the counters (what a person wants to see). The coordinator process feeds it and sends what it answers.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from collections import Counter
 from typing import Any
 
 from launch.descriptors import Descriptors, Samples
+from launch.pace import Pace
+from launch.senders import LAUNCHER, SENT_BY
 from protocol.block import table_bytes
-from protocol.gate import ABANDON, STOP, VerifiedGate
-from protocol.grants import Delivery, Key
-from protocol.job import INGEST, REMOTE_PREFIX, Job
+from protocol.gate import ABANDON, COOLDOWN, STOP, VerifiedGate
+from protocol.grants import Delivery, Key, PartsOf, all_model
+from protocol.job import INGEST, REMOTE_PREFIX, REPLAY, Job
 from protocol.ledger import Ledger
 from protocol.messages import (
+    TAKEN_BACK,
     AnyMessage,
     Bad,
     Checkpointed,
@@ -24,7 +27,6 @@ from protocol.messages import (
     Expect,
     Fence,
     Fenced,
-    Go,
     Gone,
     Hello,
     Message,
@@ -43,20 +45,12 @@ from protocol.messages import (
 )
 from protocol.plan import Plan
 
-LAUNCHER = "launcher"
-SENT_BY: dict[str, tuple[type[Message], ...]] = {
-    "producer": (Want, Ready, Nack),
-    "consumer": (Credit, Verified, Release, Bad, Reached, Report, Checkpointed),
-    INGEST: (Fenced,),
-    LAUNCHER: (Gone, Rewind, Order),
-}
-
 
 class Conductor:
     """Decides for one start of a run. `out` holds (peer name, message) pairs to send, oldest first; `rows` holds
     (kind, row) pairs for metrics.jsonl; `ended` is set once everyone has been told to stop."""
 
-    def __init__(self, job: Job, plan: Plan, samples: Samples) -> None:
+    def __init__(self, job: Job, plan: Plan, samples: Samples, pace: Pace, parts: PartsOf = all_model) -> None:
         self.out: list[tuple[str, Message]] = []
         self.rows: list[tuple[str, dict[str, Any]]] = []
         self.ended = False
@@ -65,11 +59,12 @@ class Conductor:
         self.busy_s = 0.0
         self.streamed_bytes = 0
         self.numerics_changed = 0
-        self._job, self._plan = job, plan
+        self._job, self._plan, self.pace = job, plan, pace
         self._descriptors = Descriptors(job, plan, samples)
         ranks = len(job.consumers)
         quarantined = {int(sample): reason for sample, reason in job.quarantined.items()}
-        self.ledger = Ledger(plan, job.slots, ranks, next_step=job.start_step, quarantined=quarantined)
+        start = job.start_step
+        self.ledger = Ledger(plan, job.slots, ranks, parts_of=parts, next_step=start, quarantined=quarantined)
         self.gate = VerifiedGate(ranks, plan.total_steps, plan.micro_steps, job.start_step)
         self._roles = {LAUNCHER: LAUNCHER}
         self._ranks: dict[str, int] = {}
@@ -90,7 +85,7 @@ class Conductor:
             self._tell_quarantine([hello.name])
         if hello.name.startswith(REMOTE_PREFIX):
             self.rows.append(("event", {"what": "joined", "text": f"{hello.name} has joined from {hello.host}"}))
-        self._pump()
+        self.pump()
 
     @property
     def remotes(self) -> list[str]:
@@ -101,7 +96,7 @@ class Conductor:
         """A producer of another host has left, or is held to have: nothing of it is heard from here on."""
         del self._roles[name]
         self._gone(name, f"has left ({reason})")
-        self._pump()
+        self.pump()
 
     def closing(self, name: str) -> bool:
         """Whether a peer that is gone still holds slots, so that nobody may join under its name."""
@@ -118,10 +113,7 @@ class Conductor:
             case Ready():
                 self._ready(name, message)
             case Nack():
-                key = (message.step, message.index)
-                self.ledger.nack(
-                    key, message.kind, message.attempt, name, retryable=message.retryable, reason=message.reason
-                )
+                self._nack(name, message)
             case Credit(blocks=blocks):
                 self._credit[self._ranks[name]] += blocks
             case Verified():
@@ -135,7 +127,7 @@ class Conductor:
             case Reached(step=step):
                 self.gate.reached(step, self._ranks[name])
             case Report(kind=kind, row=row):
-                self.rows.append((kind, row))
+                self.rows += [(kind, row)] if kind != "rank" else []  # the tally sums those up
             case Checkpointed(next_step=step, stall_s=stall_s, write_s=write_s):
                 row = {"what": "checkpoint", "text": f"checkpoint at step {step}", "step": step}
                 self.rows.append(("event", row | {"stall_s": stall_s, "write_s": write_s}))
@@ -148,7 +140,7 @@ class Conductor:
                     self._reopen(holder, said)
             case Order(order=order):
                 self._order(order)
-        self._pump()
+        self.pump()
         return True
 
     # --- inside ---
@@ -181,7 +173,7 @@ class Conductor:
 
     def _sends(self, name: str) -> bool:
         """Whether this producer's payload goes by way of ingest."""
-        zmq = self._job.transport == "zmq" and name in self._job.producer_names
+        zmq = self._job.transport == "zmq" and name in self._job.producer_names and name != REPLAY
         return zmq or name.startswith(REMOTE_PREFIX)
 
     def _rewind(self, message: Rewind) -> None:
@@ -205,7 +197,7 @@ class Conductor:
         key = (message.step, message.index)
         leased = next((lease for lease in self.ledger.live_leases if lease.attempt == message.attempt), None)
         if self.ledger.ready(key, message.kind, message.attempt, name) and leased is not None:
-            self._descriptors.filled(message.attempt, message.checksum)
+            self._descriptors.filled(message.attempt, message.checksum, name)
             self.busy_s += message.busy_s
             self.filled[name] += 1
             if message.figures:
@@ -216,13 +208,21 @@ class Conductor:
                 self.rows.append(("event", {"what": "numerics_changed", "text": text}))
             self.produced_tokens += self._descriptors.tokens(leased.samples)
 
+    def _nack(self, name: str, message: Nack) -> None:
+        if message.kind == "replay" and message.reason != TAKEN_BACK:
+            # Its samples are in order, so they are not quarantined: without their file the run cannot go on.
+            text = f"{self._job.cached}: {message.reason}; `draftwire cache verify` finds what else is damaged"
+            self.out.append((LAUNCHER, Error(text=text)))
+            return
+        key, retryable, reason = (message.step, message.index), message.retryable, message.reason
+        self.ledger.nack(key, message.kind, message.attempt, name, retryable=retryable, reason=reason)
+
     def _bad(self, message: Bad) -> None:
         if held := self._current(message):
             self.gate.bad(held.step, held.micro_step, held.rank)
+            text = f"step {held.step} block {held.index} of {self._descriptors.producers(held)}: {message.reason}"
+            self.rows.append(("event", {"what": "bad", "text": text}))
             self._descriptors.done_with(self._held.pop(held.key))
-            self.rows.append(
-                ("event", {"what": "bad", "text": f"step {held.step} block {held.index}: {message.reason}"})
-            )
             self.ledger.bad(held.key, message.attempt, message.samples or None, message.reason)
 
     def _current(self, message: Verified | Bad) -> Delivery | None:
@@ -231,9 +231,9 @@ class Conductor:
         return held if held is not None and held.attempt == message.attempt else None
 
     def _order(self, order: str) -> None:
-        if order == STOP:
+        if order in (STOP, COOLDOWN):
             # Leases go on until the boundary: the step before it needs its blocks.
-            self.gate.order([STOP])
+            self.gate.order([order])
         elif order == ABANDON:
             self.gate.abandon()
         else:
@@ -241,8 +241,8 @@ class Conductor:
             names = (*self._job.producer_names, *self.remotes, *sorted(self._ranks), *[INGEST] * self._job.ingests)
             self.out += [(name, Stop(reason=order)) for name in names]
 
-    def _pump(self) -> None:
-        """Everything that the last event made possible."""
+    def pump(self) -> None:
+        """Everything that the last event, or the time that has passed, made possible."""
         self._check_quarantine()
         for lease in self.ledger.take_revocations():
             revoke = Revoke(step=lease.step, index=lease.index, kind=lease.kind, attempt=lease.attempt)
@@ -257,11 +257,9 @@ class Conductor:
                 self.out.append((name, message))
         # A GO that a rank is not there to hear would be lost.
         complete = len(self._ranks) == len(self._job.consumers)
-        while complete and (go := self.gate.go()) is not None:
-            stop = STOP in go.orders
-            self.ledger.paused = self.ledger.paused or stop
-            order = Go(step=go.step, micro_step=go.micro_step, stop=stop)
-            self.out += [(name, order) for name in self._ranks]
+        while complete and (go := self.pace.go(self.gate)) is not None:
+            self.ledger.paused = self.ledger.paused or go.stop
+            self.out += [(name, go) for name in self._ranks]
 
     def _lease(self) -> None:
         """Work for everyone who wants some, as far as there are slots."""

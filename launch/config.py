@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,22 @@ import msgspec
 
 from consumer.config import DrafterConfig, EvalConfig, TrainConfig
 from consumer.config import check as check_consumer
+from consumer.presets import filled
 from launch.hosts import HostsConfig
 from launch.hosts import check as check_hosts
+from launch.log_config import LogConfig, check_log
 from launch.placement import GpusConfig
 from launch.toml_lines import Place, place_of, toml_lines
-from producer.config import EMBEDDED, DataConfig, TargetConfig
+from producer.config import EMBEDDED, HUB, DataConfig, TargetConfig
 from producer.config import check as check_producer
+from protocol.cache_config import CacheConfig
+from protocol.cache_config import check as check_cache
 from protocol.errors import RequestError
 from protocol.ring import RingConfig
 from protocol.units import parse_seconds
 
+# What may stand beside a key's words.
+_PLAIN: dict[Any, str] = {int: "a whole number", float: "a number", tuple: "a list of whole numbers"}
 _KEY = re.compile(r"(?:unknown key '|\[)?([\w.\[\]-]+)")
 
 
@@ -53,9 +60,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     drafter: DrafterConfig = DrafterConfig()
     train: TrainConfig = TrainConfig()
     ring: RingConfig = RingConfig()
+    cache: CacheConfig = CacheConfig()
     gpus: GpusConfig = GpusConfig()
     hosts: HostsConfig = HostsConfig()
     eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
@@ -78,18 +87,22 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
         lines = {place: line for place, line in lines.items() if place[: len(replaced)] != replaced} | {replaced: 0}
     try:
         _refuse_unknown_keys(Config, data, "")
+        if isinstance(drafter := data.get("drafter"), dict):
+            data["drafter"] = filled(drafter)
         config = msgspec.convert(data, Config)
         _check_run(config.run)
         check_producer(config.target, config.data)
         check_consumer(config.drafter, config.train, config.eval)
         check_hosts(config.hosts)
+        check_cache(config.cache)
+        check_log(config.log)
     except RequestError as error:
         raise RequestError(f"{path}{_line(lines, str(error))}: {error}") from None
     except msgspec.ValidationError as error:
         reason, _, place = str(error).partition(" - at `$.")
         said = f"{place.strip('`')}: {reason}" if place else reason
-        if reason.startswith("Invalid enum value") and (choices := _choices(Config, place_of(place.strip("`")))):
-            said += f": write one of {', '.join(choices)}"
+        if advice := _advice(Config, place_of(place.strip("`"))):
+            said += f": write {advice}"
         raise RequestError(f"{path}{_line(lines, said)}: {said}") from None
     return _anchored(config, path)
 
@@ -150,14 +163,25 @@ def _refuse_unknown_keys(kind: type[msgspec.Struct], data: dict[str, Any], dotte
                     _refuse_unknown_keys(entry_kind, entry, f"{here}[{index}]")
 
 
-def _choices(kind: Any, place: Place) -> list[str]:
-    """The words that the key at `place` takes, if those are all that it takes."""
+def _advice(kind: Any, place: Place) -> str:
+    """What to write for the key at `place`, if it takes certain words, alone or beside something else."""
     for part in place:
         if isinstance(part, int):
-            kind = typing.get_args(kind)[0]
+            (kind,) = (typing.get_args(each)[0] for each in _members(kind) if typing.get_origin(each) in (list, tuple))
         else:
             kind = {field.name: field.type for field in msgspec.structs.fields(kind)}[part]
-    return list(typing.get_args(kind)) if typing.get_origin(kind) is typing.Literal else []
+    kinds = _members(kind)
+    literals = [word for each in kinds if typing.get_origin(each) is typing.Literal for word in typing.get_args(each)]
+    if not literals:
+        return ""
+    words = [*literals, *(["true", "false"] if bool in kinds else [])]
+    others = [text for each in kinds if (text := _PLAIN.get(typing.get_origin(each) or each))]
+    return " or ".join([*words, *others]) if others else f"one of {', '.join(words)}"
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """The types that a union consists of; one that is none, alone."""
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 
 def _is_section(kind: Any) -> bool:
@@ -178,7 +202,7 @@ def _anchored(config: Config, path: Path) -> Config:
     folder = path.resolve().parent
 
     def anchor(name: str) -> str:
-        return str(folder / Path(name).expanduser())
+        return name if name.startswith(HUB) else str(folder / Path(name).expanduser())
 
     replace = msgspec.structs.replace
     train = [replace(source, path=anchor(source.path)) for source in config.data.train]
@@ -191,5 +215,12 @@ def _anchored(config: Config, path: Path) -> Config:
         run=replace(config.run, name=config.run.name or path.stem),
         target=replace(config.target, model=model),
         data=replace(config.data, train=train, eval=held_out),
-        drafter=replace(drafter, init_from=drafter.init_from and anchor(drafter.init_from)),
+        drafter=replace(drafter, init_from=_anchored_drafter(drafter.init_from, anchor)),
     )
+
+
+def _anchored_drafter(name: str | None, anchor: Callable[[str], str]) -> str | None:
+    """A folder beside the config file, or, where there is none and it could be one, a hub id as it is written."""
+    if name is None or (name.count("/") == 1 and name[0] not in "/.~" and not Path(anchor(name)).is_dir()):
+        return name
+    return anchor(name)

@@ -14,11 +14,16 @@ from typing import Any
 import zmq
 
 from launch.admission import refusal, remote_refusal
+from launch.advice import Advisor, Done
 from launch.awake import AwakeClock
-from launch.conductor import LAUNCHER, Conductor
+from launch.balance import Balance
+from launch.conductor import Conductor
 from launch.doors import Doors, Seat, opened
 from launch.metrics import Journal
+from launch.pace import Pace
+from launch.parts import parts_of
 from launch.remotes import REMOTE_SILENCE_S, Remotes
+from launch.senders import LAUNCHER
 from launch.stall import Watch
 from launch.tally import Tally
 from launch.utilisation import run_costs
@@ -60,8 +65,10 @@ class Coordinator:
         self.job: Job = read_job(run_dir)
         dataset = TokenDataset.open(Path(self.job.dataset_dir))
         plan = Plan(dataset.lengths, dataset.eligible, self.job.plan, dataset.fingerprint)
-        self.conductor = Conductor(self.job, plan, dataset)
-        self.tally = Tally(self.job, plan.total_steps, run_costs(self.job, run_dir, dataset))
+        pace, parts = Pace(self.job, plan.total_steps), parts_of(self.job, dataset)
+        self.conductor = Conductor(self.job, plan, dataset, pace, parts)
+        self.tally = Tally(self.job, run_costs(self.job, run_dir, dataset), Balance(plan, len(self.job.consumers)))
+        self.advisor = Advisor(self.job, plan)
         names = self.job.producer_names, self.job.consumer_names
         self._awake = AwakeClock()
         start, ingests = self.job.start_step, self.job.ingests
@@ -91,6 +98,8 @@ class Coordinator:
                 self._receive(Seat(remote, identity), b"".join(parts))
                 if self.conductor.ended:
                     break
+            if self.conductor.pace.left_s == 0.0:  # the run ends although nothing may have arrived
+                self.conductor.pump()
             self._flush()
             self._tick(time.monotonic())
         self._flush()
@@ -174,12 +183,13 @@ class Coordinator:
                 self._join(*self._successors.pop(name))
 
     def _flush(self) -> None:
-        for kind, row in self.conductor.rows:
-            self._journal.write(kind, row)
+        for kind, row in (*self.conductor.rows, *self.conductor.pace.rows):
+            self._journal.write(kind, row | {"mfu": self.tally.step_mfu(row)} if kind == "step" else row)
             if kind == "event":
                 self.tally.event(row)
                 log.info("%s", row["text"])
         self.conductor.rows.clear()
+        self.conductor.pace.rows.clear()
         pending, self.conductor.out = self.conductor.out, []
         for name, message in pending:
             if (seat := self._seats.get(name)) is not None:
@@ -209,7 +219,7 @@ class Coordinator:
                 self._send_to(seat, Heartbeat(progress=0))
         if self._is_due(SNAPSHOT_S, now) and (launcher := self._seats.get(LAUNCHER)):
             self._look(launcher)
-            self._send_to(launcher, Snapshot(state=self._state(now)))
+            self._send_to(launcher, Snapshot(state=self._state(now) | self.tally.news()))
         if self._is_due(STREAM_ROW_S, now):
             self._journal.write("stream", self._state(now))
 
@@ -235,7 +245,11 @@ class Coordinator:
         return True
 
     def _state(self, now: float) -> dict[str, Any]:
-        return self.tally.state(self.conductor, now) | self.watch.state(self.conductor.gate, self._awake())
+        done = Done(self.conductor.produced_tokens, self.conductor.busy_s, *self.tally.trained)
+        # Producers of other hosts come and go, and are no part of the split.
+        advice = None if self.conductor.remotes else self.advisor.advise(done)
+        state = self.tally.state(self.conductor, now) | {"advice": advice}
+        return state | self.watch.state(self.conductor.gate, self._awake())
 
 
 def main(run_dir: Path) -> None:

@@ -9,6 +9,7 @@ import queue
 import secrets
 import socket
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from launch.live import Screen
 from launch.machine import threads_per_process
 from launch.restarts import RESTARTS, Restarts
 from launch.signals import Interrupted, Signals
-from launch.supervise import REAP_S, Child, await_news
 from protocol.child import FAILED_FOR_GOOD, WRONG_REQUEST
 from protocol.errors import RunError
-from protocol.gate import ABANDON, STOP
-from protocol.job import INGEST, TOKEN_VARIABLE, Job, write_job
+from protocol.gate import ABANDON, COOLDOWN, STOP
+from protocol.job import INGEST, REPLAY, TOKEN_VARIABLE, Job, write_job
 from protocol.messages import Error, Gone, Hung, Order, Rewind, Snapshot, Stop
 from protocol.peer import Peer, hello
+from protocol.supervise import REAP_S, Child, await_news
 
 # Exit codes of a consumer: the plan is done, or it stopped at a step boundary after a checkpoint.
 DONE, INTERRUPTED = 0, 75
@@ -44,15 +45,24 @@ class Crew:
     """The processes of one start of a run and the launcher's line to the coordinator."""
 
     def __init__(
-        self, job: Job, run_dir: Path, ring_fd: int, signals: Signals, screen: Screen, hosts: dict[str, str]
+        self,
+        job: Job,
+        run_dir: Path,
+        ring_fd: int,
+        signals: Signals,
+        screen: Screen,
+        hosts: dict[str, str],
+        modules: Mapping[str, str] | None = None,
     ) -> None:
         self._job, self._run_dir, self._ring_fd = job, run_dir, ring_fd
         self._signals, self._screen = signals, screen
+        # What stands for a role's own module: `draftwire tune` measures one side beside a part that costs nothing.
+        self._modules = modules or {}
         self._hosts = hosts  # what only those who listen to other hosts may know
         token = secrets.token_hex(32)
         threads = str(threads_per_process())
         base = {"OMP_NUM_THREADS": threads, TOKEN_VARIABLE: token}
-        self._environment = base | COMPILED_PRODUCTS | _ranks(len(job.consumers))
+        self._environment = base | COMPILED_PRODUCTS | ranks_environment(len(job.consumers))
         self._step = job.start_step
         self._restarts = Restarts()
         self._asleep: dict[str, float] = {}  # when to start whom again
@@ -64,10 +74,12 @@ class Crew:
         self._deadline = math.inf
         self._children: dict[str, Child] = {}
         self._peer: Peer | None = None
-        self._stopping = False
+        self._stopping = self._cooling = False
+        self._told = 0  # of the coordinator's news
 
-    def work(self) -> tuple[str, str]:
-        """("done" | "interrupted", reason). Raises RunError with the lines for the user, Interrupted."""
+    def work(self, over: Callable[[], bool] = lambda: False) -> tuple[str, str]:
+        """("done" | "interrupted" | "over", reason), the last when `over` says so. Raises RunError with the lines for
+        the user, Interrupted."""
         self._start("coordinator")
         greeting = hello("launcher", "launcher", 0, self._token, self._job.schema)
         self._peer = Peer(self._job.address, self._job.run_id, greeting, self._job.hang_s)
@@ -80,6 +92,8 @@ class Crew:
             self._obey_signals()
             self._read_mail()
             self._tend()
+            if over():
+                return "over", ""
             codes = [self._children[name].exit_code() for name in self._job.consumer_names]
             if self._last_words is not None and (None not in codes or time.monotonic() > self._deadline):
                 raise RunError(self._last_words)
@@ -106,9 +120,11 @@ class Crew:
 
     def _start(self, name: str) -> None:
         role, _, index = name.partition("-")
-        module = f"{role}.worker" if index else f"launch.{role}"
+        own = "producer.replay" if name == REPLAY else f"{role}.worker" if index else f"launch.{role}"
+        module = self._modules.get(role, own)
         # Who sends payload over ZeroMQ gets no hold on the ring: a late writer could not be told from the next one.
-        maps_ring = role == "consumer" or name == INGEST or (role == "producer" and self._job.transport == "shm")
+        maps_ring = role == "consumer" or name in (INGEST, REPLAY)
+        maps_ring = maps_ring or (role == "producer" and self._job.transport == "shm")
         arguments = [str(self._run_dir), *([index] if index else []), *([str(self._ring_fd)] if maps_ring else [])]
         environment = self._environment | ({"RANK": index, "LOCAL_RANK": index} if role == "consumer" else {})
         environment = environment | (self._hosts if name in ("coordinator", INGEST) else {})
@@ -126,6 +142,9 @@ class Crew:
             self._stopping = True
             self._screen.say("stopping at the next step boundary, after a checkpoint (interrupt again to end at once)")
             self._tell(Order(order=STOP))
+        if self._signals.cooldown and not self._cooling:
+            self._cooling = True
+            self._tell(Order(order=COOLDOWN))
 
     def _tell(self, message: Order | Gone | Rewind) -> None:
         assert self._peer is not None
@@ -153,6 +172,9 @@ class Crew:
 
     def _note(self, state: dict[str, Any]) -> None:
         self._step, self._filled = state["step"], state["filled"]
+        for line in state["news"][max(0, len(state["news"]) - state["news_count"] + self._told) :]:
+            self._screen.say(line)
+        self._told = state["news_count"]
         if (problem := state["checkpoint_problem"]) != self._checkpoint_problem:
             self._checkpoint_problem = problem
             self._screen.say(f"not saved: {problem}; the run goes on, and so do the checkpoints before it")
@@ -228,6 +250,7 @@ class Crew:
         if checkpoint is not None:
             cursor = read_cursor(checkpoint)
             place = {"checkpoint": str(checkpoint), "start_step": cursor.next_step, "quarantined": cursor.quarantined}
+            place |= {"trained_s": cursor.trained_s, "cooldown_step": cursor.cooldown_step}
             self._job = msgspec.structs.replace(self._job, **place)
             write_job(self._run_dir, self._job)
         elif self._job.start_step > 0:
@@ -239,7 +262,7 @@ class Crew:
         self._tell(Rewind(names=names, step=step, quarantined=self._job.quarantined, how=how))
         if self._stopping:  # the GO that carried it may be lost with the dead
             self._tell(Order(order=STOP))
-        self._environment |= _ranks(len(names))
+        self._environment |= ranks_environment(len(names))
         self._asleep |= dict.fromkeys(names, time.monotonic() + pause_s)
 
     def _give_up(self, why: str, last_words: str) -> None:
@@ -261,7 +284,7 @@ def _last_words(child: Child, step: int, looping: bool) -> str:
     return child.obituary() + often + (f"; the end of its log:{tail}" if tail else "")
 
 
-def _ranks(consumers: int) -> dict[str, str]:
+def ranks_environment(consumers: int) -> dict[str, str]:
     """The environment that torchrun would give, so that consumers find each other; only several need it."""
     if consumers < 2:
         return {}

@@ -31,7 +31,8 @@ class Descriptors:
     def __init__(self, job: Job, plan: Plan, samples: Samples) -> None:
         self._job, self._plan, self._samples = job, plan, samples
         self._lengths: list[int] = samples.lengths.tolist()
-        self._sums: dict[int, int] = {}  # of the features, as READY announced it, by the attempt of the lease
+        # The sum of the features, as READY announced it, and who sent it, by the attempt of the lease.
+        self._filled: dict[int, tuple[int, str]] = {}
 
     def tokens(self, samples: tuple[int, ...]) -> int:
         """How many tokens these samples have."""
@@ -57,9 +58,13 @@ class Descriptors:
             loss_mask=np.concatenate(masks).tobytes(),
         )
 
-    def filled(self, attempt: int, checksum: int) -> None:
-        """A lease was filled, and its features add up to this."""
-        self._sums[attempt] = checksum
+    def filled(self, attempt: int, checksum: int, producer: str) -> None:
+        """A lease was filled by `producer`, and its features add up to this."""
+        self._filled[attempt] = checksum, producer
+
+    def producers(self, delivery: Delivery) -> str:
+        """Who filled what is delivered and not done with."""
+        return " and ".join(dict.fromkeys(self._filled[part.attempt][1] for part in delivery.parts)) or "nobody"
 
     def figures(self, producer: str, ready: Ready) -> dict[str, Any]:
         """The row for metrics.jsonl of what the taps put out."""
@@ -73,7 +78,7 @@ class Descriptors:
     def done_with(self, delivery: Delivery) -> None:
         """What was delivered is needed no more; until then it may be delivered again, after a rewind."""
         for part in delivery.parts:
-            self._sums.pop(part.attempt, None)
+            self._filled.pop(part.attempt, None)
 
     def deliver(self, delivery: Delivery) -> Deliver:
         return Deliver(
@@ -87,5 +92,5 @@ class Descriptors:
             table=self.table(delivery.samples),
             samples=delivery.samples,
             writers=tuple(part.attempt for part in delivery.parts),
-            checksum=sum(self._sums[part.attempt] for part in delivery.parts) % 2**64,
+            checksum=sum(self._filled[part.attempt][0] for part in delivery.parts) % 2**64,
         )

@@ -99,6 +99,7 @@ def _try_config(config: Path) -> tuple[list[str], list[str], list[str]]:
     from launch.config import load_config
     from launch.placement import place, show_placement
     from launch.start import outline
+    from launch.trained import inherited
     from producer.kernels import kernel_notes
     from producer.locate import locate_target
 
@@ -107,11 +108,12 @@ def _try_config(config: Path) -> tuple[list[str], list[str], list[str]]:
     try:
         loaded = load_config(config)
         gpus = visible_gpus()
-        placement = place(loaded.gpus, len(gpus))
+        placement = place(loaded.gpus, len(gpus), loaded.target.tensor_parallel)
         placed.append(show_placement(placement, gpus))
         folder = locate_target(loaded.target)
         missing += kernel_notes(folder)
-        outline(loaded, folder, placement, gpus, free_memory_bytes())
+        loaded, trained = inherited(loaded, folder, None, lambda _line: None)
+        outline(loaded, folder, placement, gpus, free_memory_bytes(), trained=trained)
     except RequestError as error:
         return placed, missing, [str(error)]
     return placed, missing, []

@@ -16,7 +16,8 @@ are counted as if they were. `fc` wants no gradient of its input, the frozen hea
 
 Peaks are dense bf16 with fp32 accumulation, without sparsity, from NVIDIA's data sheets: A100 (312), H100 (SXM 989,
 NVL 835, PCIe 756), H200 (SXM 989, NVL 835), GH200 (989), H20 (148), B200 (2,250), L4 (121), L40 (181), L40S (362),
-A10 (125), and the Ada and Blackwell white papers: GeForce RTX 4090 (165), RTX 5090 (209).
+A10 (125), and the Ada and Blackwell white papers: GeForce RTX 4090 (165), RTX 5090 (209),
+RTX PRO 6000 (503).
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ PEAKS = (
     ("L40", 181 * TERA),
     ("L4", 121 * TERA),
     ("A10", 125 * TERA),
+    ("RTX PRO 6000 Blackwell", 503 * TERA),
     ("GeForce RTX 4090", 165 * TERA),
     ("GeForce RTX 5090", 209 * TERA),
 )

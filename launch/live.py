@@ -35,6 +35,7 @@ class Screen:
         self._reader_gone = False
         self._live: Live | None = None
         self._stall: str | None = None
+        self._advised: tuple[str | None, int] | None = None
         self._spoke_s = time.monotonic()
         self._shown_s = -math.inf  # the first snapshot is worth a line at once
 
@@ -94,6 +95,11 @@ class Screen:
         if state["stall"] not in (None, self._stall):
             self._print(state["stall"])
         self._stall = state["stall"]
+        if (advice := state["advice"]) is not None:
+            # Once, and again when it would be another split.
+            if (key := (advice["short"], advice["best"]["producers"])) != self._advised:
+                self._print(f"split: {advice['text']}")
+            self._advised = key
         if time.monotonic() - self._shown_s >= PLAIN_EVERY_S:
             self._shown_s = time.monotonic()
             self._print(progress_line(state))
@@ -109,6 +115,8 @@ def view(state: dict[str, Any]) -> Table:
         rows.append(("on other hosts", ", ".join(state["remote_producers"])))
     rows.append(("consumers", _side(state, "consumer")))
     rows.append(("ring", _ring(state["ring"], state["ring_slots"])))
+    if state["advice"] is not None:
+        rows.append(("split", state["advice"]["text"]))
     if state["loss"] is not None:
         rows.append(("loss", f"{state['loss']:.3f}"))
         rows.append(("accuracy by slot", _shares(state["accuracy"])))
@@ -120,7 +128,7 @@ def view(state: dict[str, Any]) -> Table:
         rows.append(("waiting", f"for {state['waiting']}"))
     troubles = [
         f"{state[what]} {what}"
-        for what in ("restarts", "quarantined", "numerics_changed", "checkpoints_failed")
+        for what in ("restarts", "quarantined", "skipped", "numerics_changed", "checkpoints_failed")
         if state[what]
     ]
     if troubles:

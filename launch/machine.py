@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -83,6 +85,15 @@ def processors() -> int:
 def threads_per_process() -> int:
     """Threads of each producer and consumer. Fixed whatever their number is: results depend on it."""
     return max(1, min(processors() // 2, 8))
+
+
+def describe_machine(gpus: Sequence[Gpu]) -> str:
+    """Its GPUs, if there are any, and processors, in words."""
+    kinds = Counter(gpu.name for gpu in gpus)
+    named = ", ".join(f"{count} x {name}" for name, count in kinds.items())
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    model = models[0].partition(":")[2].strip() if models else "unknown model"
+    return f"{named or 'no GPU'}, {processors()} processors ({model})"
 
 
 def visible_gpus() -> list[Gpu]:

@@ -5,12 +5,12 @@ before it comes again, so those rows are superseded.
 
     start  step (steps done when this stretch began), versions, host, machine, command, placement
     rewind  step (of the checkpoint that the consumers began from again, within one start)
-    step   step, epoch, loss, accuracy (per slot), lr, grad_norm, samples, tokens, samples_trained, tokens_trained
+    step   step, epoch, loss, accuracy (per slot), lr, grad_norm, samples, tokens, skipped, samples_trained, ...
     eval   step, acceptance_mean, acceptance_per_position, ...
     baseline  unigram, bigram: the same keys, measured once
     stream step, ring, producer_tokens_per_s, consumer_tokens_per_s, waits, bytes_streamed
     taps   step, index, producer, taps: tap, mean, deviation, zeros (share of exact zeros) of one block in a hundred
-    event  what, text        (gone, leased again, rewind, bad, quarantine, checkpoint, numerics_changed, stall, ...)
+    event  what, text        (gone, leased again, rewind, bad, quarantine, skipped, checkpoint, cooldown, finish, ...)
     end    state (done, failed, interrupted), reason
 """
 
@@ -91,6 +91,12 @@ def _counts(step: int, start: int) -> bool:
     """Whether what was recorded after `step` steps still stands when a stretch begins at `start`: what lies at the
     boundary does, save at the very beginning, which is measured anew."""
     return step < start or step == start > 0
+
+
+def learned(row: Row) -> bool:
+    """Whether a `step` row has figures of the training: of a skipped step, or one without any anchor, they say
+    nothing."""
+    return row["loss"] is not None and not row.get("skipped", False) and row.get("anchors", 1) > 0
 
 
 def of_kind(rows: list[Row], kind: str) -> list[Row]:

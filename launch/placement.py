@@ -15,9 +15,10 @@ MOST_CPU_PROCESSES = 64
 
 
 class GpusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[gpus] — `split` is "auto", "P:C" (producers:consumers) or "shared" (both roles on one GPU).
+    """[gpus] — `split` is "auto", "P:C" (GPUs of producers:consumers) or "shared" (both roles on one GPU).
 
-    `producers` and `consumers` name devices by their index among the visible ones, instead of a split.
+    `producers` and `consumers` name devices by their index among the visible ones, instead of a split. Each producer
+    takes `target.tensor_parallel` devices in a row, each consumer one.
     """
 
     split: str = "auto"
@@ -26,27 +27,64 @@ class GpusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """One entry a process: "cpu" or "cuda:i", i counting the visible devices."""
+    """One entry a process: "cpu" or "cuda:i", i counting the visible devices. A producer is `tensor_parallel` processes
+    in a row, which share one target."""
 
     producers: tuple[str, ...]
     consumers: tuple[str, ...]
+    tensor_parallel: int = 1
+
+    @property
+    def by_producer(self) -> list[tuple[str, ...]]:
+        """The devices of each producer."""
+        starts = range(0, len(self.producers), self.tensor_parallel)
+        return [self.producers[start : start + self.tensor_parallel] for start in starts]
+
+    @property
+    def peers(self) -> int:
+        """Producers and consumers, however many devices each has."""
+        return len(self.by_producer) + len(self.consumers)
 
 
-def place(config: GpusConfig, gpus: int) -> Placement:
+def place(config: GpusConfig, gpus: int, tensor_parallel: int = 1) -> Placement:
     """Devices for a machine with `gpus` visible GPUs (0: everything on the CPU).
 
     Raises RequestError when the split asks for what is not there, or gives a role nothing.
     """
+    placement = _placed(config, gpus, tensor_parallel)
+    if odd := len(placement.producers) % tensor_parallel:
+        key = "gpus.split" if config.producers is None else "gpus.producers"
+        count = len(placement.producers)
+        raise RequestError(
+            f"{key}: {count} {'GPUs' if gpus else 'processes'} for producers of {tensor_parallel} each "
+            f"(target.tensor_parallel): write a multiple, {count - odd or tensor_parallel} for example"
+        )
+    return msgspec.structs.replace(placement, tensor_parallel=tensor_parallel)
+
+
+def _placed(config: GpusConfig, gpus: int, tensor_parallel: int) -> Placement:
     if config.producers is not None or config.consumers is not None:
-        return _named(config, gpus)
+        placement = _named(config, gpus)
+        if tensor_parallel > 1 and (both := sorted(set(placement.producers) & set(placement.consumers))):
+            raise RequestError(
+                f"gpus: {', '.join(both)} in both roles: what is divided (target.tensor_parallel = {tensor_parallel}) "
+                "shares no device; give each role its own"
+            )
+        return placement
+    if gpus and tensor_parallel > 1 and (config.split == "shared" or gpus <= tensor_parallel):
+        raise RequestError(
+            f"gpus.split: {config.split} with {gpus} visible: a producer takes {tensor_parallel} GPUs "
+            "(target.tensor_parallel) and a consumer one of its own"
+        )
     if config.split == "shared" or (config.split == "auto" and gpus == 1):
         device = "cuda:0" if gpus else "cpu"
-        return Placement((device,), (device,))
+        return Placement((device,) * tensor_parallel, (device,))
     counts = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", config.split)
     if config.split == "auto":
         # Unmeasured, so even: `consumers` gets the odd one, since a drafter step costs more than a forward pass
         # for the short samples that most chat data consists of.
-        producers, consumers = (gpus // 2, gpus - gpus // 2) if gpus else (1, 1)
+        producers = max(gpus // 2 // tensor_parallel, 1) * tensor_parallel
+        consumers = max(gpus - producers, 1)
     elif counts:
         producers, consumers = int(counts[1]), int(counts[2])
     else:
@@ -71,9 +109,10 @@ def place(config: GpusConfig, gpus: int) -> Placement:
 def show_placement(placement: Placement, gpus: Sequence[Gpu]) -> str:
     """Who runs where, by the index that the config counts in and by the machine's own names."""
     shared = set(placement.producers) & set(placement.consumers) - {"cpu"}
+    consumers = [(device,) for device in placement.consumers]
     sides = [
-        f"{side} on " + ", ".join(_device(device, gpus) for device in devices)
-        for side, devices in (("producers", placement.producers), ("consumers", placement.consumers))
+        f"{side} on " + ", ".join(" with ".join(_device(device, gpus) for device in each) for each in groups)
+        for side, groups in (("producers", placement.by_producer), ("consumers", consumers))
     ]
     return "; ".join(sides) + ("; both roles share " + ", ".join(sorted(shared)) if shared else "")
 

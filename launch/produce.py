@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -18,7 +20,7 @@ from launch.crew import COMPILED_PRODUCTS, INTERRUPTED
 from launch.invitation import versions
 from launch.machine import visible_gpus
 from launch.run import STOPPED_AT_ONCE
-from launch.signals import Interrupted
+from launch.signals import Interrupted, end_at_once
 from producer.join import Join, read_join
 from producer.locate import locate_target, read_target_facts, target_fingerprint, weights_fingerprint
 from protocol.errors import RequestError
@@ -34,52 +36,61 @@ def produce(path: Path, target: str | None, device: str | None, patience_s: floa
     `target` replaces the place of the model that the file names. Raises RequestError when this host has something else
     than the run, RunError when the run refuses or is out of reach for `patience_s`.
     """
-    asked: list[int] = []
-    _listen_to_signals(asked)
+    asked = end_at_once()  # nothing here is worth a delay, the run has lost a block at most
     try:
         join = read_join(path)
         _check_versions(path, join, say)
         folder = _find(join, target, say)
-        device = _device(device, len(visible_gpus()))
-        weights = target_fingerprint(folder, join.target, device)
+        devices = _devices(device, len(visible_gpus()), join.target.tensor_parallel)
+        weights = target_fingerprint(folder, join.target, devices[0])
         schema = schema_hash(weights, join.taps, join.dtype, join.width, join.plan_hash)
         # Results depend on the threads. Read when torch is imported, which nothing has done yet.
         os.environ.update({"OMP_NUM_THREADS": str(join.threads)} | COMPILED_PRODUCTS)
-        _serve(join, schema, folder, device, patience_s, say)
+        _serve(join, schema, folder, devices, patience_s, say)
     except Interrupted:
         say("interrupted: what this producer was filling is leased anew")
         return STOPPED_AT_ONCE if asked[-1] == signal.SIGINT else INTERRUPTED
     return 0
 
 
-def _serve(join: Join, schema: str, folder: Path, device: str, patience_s: float, say: Say) -> None:
+def _serve(join: Join, schema: str, folder: Path, devices: tuple[str, ...], patience_s: float, say: Say) -> None:
     import torch
 
     from producer.compiled import compile_and_warm_up
+    from producer.ranks import loaded
     from producer.remote import Remote
     from producer.taps import Taps
-    from producer.target import load_target
 
-    say(f"loading the target from {folder} on {device}")
-    try:
-        if device != "cpu":
-            torch.cuda.set_device(device)
-        target = replace(load_target(folder, join.target, device), padding_mask=join.padding_mask)
-    except torch.OutOfMemoryError as error:
-        raise RequestError(f"--device {device}: the target does not fit: {str(error).splitlines()[0]}") from None
-    with Taps(target.layers, join.taps) as taps:
-        if join.target.compiles_on(device):
+    say(f"loading the target from {folder} on {' and '.join(devices)}")
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(TemporaryDirectory()))
+        try:
+            if devices[0] != "cpu":
+                torch.cuda.set_device(devices[0])
+            whole = stack.enter_context(loaded(folder, join.target, devices, logs / "produce.log"))
+        except torch.OutOfMemoryError as error:
+            reason = str(error).splitlines()[0]
+            raise RequestError(f"--device {','.join(devices)}: the target does not fit: {reason}") from None
+        target = replace(whole, padding_mask=join.padding_mask)
+        taps = stack.enter_context(Taps(target.layers, join.taps))
+        if join.target.compiles_on(devices[0]):
             say("compiling the decoder layers")
             compile_and_warm_up(target, taps)
         Remote(join, schema, target, taps, say).serve(patience_s)
 
 
-def _device(asked: str | None, gpus: int) -> str:
-    if asked is None:
-        return "cuda:0" if gpus else "cpu"
-    if asked != "cpu" and asked not in [f"cuda:{index}" for index in range(gpus)]:
+def _devices(asked: str | None, gpus: int, count: int) -> tuple[str, ...]:
+    """As many as target.tensor_parallel of the run; the first ones unless told otherwise."""
+    there = [f"cuda:{index}" for index in range(gpus)]
+    devices = asked.split(",") if asked is not None else there[:count] or ["cpu"] * count
+    if len(devices) != count:
+        raise RequestError(
+            f"--device {','.join(devices)}: the run has target.tensor_parallel = {count}: name {count} devices, with "
+            f"commas between them; {gpus} GPUs are visible on this host"
+        )
+    if set(devices) != {"cpu"} and (not set(devices) <= set(there) or len(set(devices)) < count):
         raise RequestError(f"--device {asked}: write cpu or cuda:INDEX; {gpus} GPUs are visible on this host")
-    return asked
+    return tuple(devices)
 
 
 def _find(join: Join, target: str | None, say: Say) -> Path:
@@ -109,14 +120,3 @@ def _check_versions(path: Path, join: Join, say: Say) -> None:
     for name, here in versions().items():
         if (there := join.versions.get(name)) != here:
             say(f"note: the run has {name} {there}, this host {here}; their features may round differently")
-
-
-def _listen_to_signals(asked: list[int]) -> None:
-    """INT, TERM, HUP and USR1 end it at once: nothing here is worth a delay, the run has lost a block at most."""
-
-    def end(number: int, _frame: object) -> None:
-        asked.append(number)
-        raise Interrupted
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, end)

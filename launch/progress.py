@@ -23,7 +23,7 @@ def progress_line(state: dict[str, Any]) -> str:
         f"ring {filled} ready + {ring['leased']} filling of {state['ring_slots']}",
         f"waits: producer {state['producer_wait_share']:.0%} consumer {state['consumer_wait_share']:.0%}",
     ]
-    for what in ("restarts", "quarantined", "checkpoints_failed"):
+    for what in ("restarts", "quarantined", "skipped", "checkpoints_failed"):
         if state[what]:
             parts.append(f"{what.replace('_', ' ')} {state[what]}")
     if state["waiting"] is not None:

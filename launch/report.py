@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from launch.metrics import Row, of_kind, read_rows
+from launch.metrics import Row, learned, of_kind, read_rows
 from launch.plot import Point, line_chart, smooth
 from launch.summary import summarise
 from protocol.units import show_bytes, show_seconds
@@ -74,6 +74,7 @@ def _what_ran(rows: list[Row], config: dict[str, Any], plan: dict[str, Any]) -> 
         f"- drafter: {drafter['layers']} layers, block size {drafter['block_size']}, taps {drafter['taps']}",
         f"- plan: {plan['epochs']} epochs, {plan['steps']:,} steps of about {train['batch_tokens']:,} tokens; "
         f"{train['schedule']} schedule, rate {train['lr']:g}, loss {train['loss']}",
+        *([f"- anchors: {show_coverage(plan)}"] if "anchor_coverage" in plan else []),
         f"- producers on {', '.join(placement['producers'])}; consumers on {', '.join(placement['consumers'])}",
         f"- machine: {start.get('host', 'unknown')}, {machine.get('processors', '?')} processors, "
         f"{', '.join(gpus) or 'no GPU'}, {machine.get('system', 'unknown system')}",
@@ -87,6 +88,14 @@ def _what_ran(rows: list[Row], config: dict[str, Any], plan: dict[str, Any]) -> 
         with_optimiser = " and its optimiser's state" if drafter.get("init_optimiser") else ""
         lines.insert(4, f"- started from the weights of `{drafter['init_from']}`{with_optimiser}")
     return "## What ran\n\n" + "\n".join(lines)
+
+
+def show_coverage(plan: dict[str, Any]) -> str:
+    """How many of the tokens that a draft block could begin at do begin one, in an epoch; `plan` is plan.json."""
+    if plan["anchor_coverage"] is None:
+        return "no token of the data can be one: nothing can be learned"
+    share = f"{plan['anchor_coverage']:.1%}"
+    return f"{plan['anchors_per_epoch']:,} of {plan['eligible_anchors']:,} possible ones in an epoch ({share})"
 
 
 def _paths(sources: list[dict[str, Any]]) -> str:
@@ -124,11 +133,24 @@ def _stream(summary: dict[str, Any], rows: list[Row]) -> str:
         f"- streamed {show_bytes(summary['bytes_streamed'])}; a full dump of one epoch would have taken "
         f"{show_bytes(summary['full_dump_bytes'] or 0)} of disk",
         *(f"- {side}s waited {share:.0%} of their time{since}" for side, share in waits if share is not None),
-        f"- restarts: {summary['restarts']}; quarantined samples: {summary['quarantined']}",
+        *([f"- split: {summary['advice']['text']}"] if summary["advice"] is not None else []),
+        f"- restarts: {summary['restarts']}; quarantined samples: {summary['quarantined']}; "
+        f"skipped steps: {summary['skipped']}",
+        *_balance(rows),
         *_checkpoints(rows),
         *(f"- {row['what']}: {row['text']}" for row in events),
     ]
     return "## The stream\n\n" + "\n".join(lines)
+
+
+def _balance(rows: list[Row]) -> list[str]:
+    """How evenly several ranks shared the work, by the last that is known."""
+    known = [row for row in of_kind(rows, "stream") if row.get("imbalance") is not None and len(row["rss_bytes"]) > 1]
+    return [
+        f"- the slowest rank worked {row['imbalance']:.2f} times the mean of all; "
+        f"planned: {row['imbalance_planned']:.2f}"
+        for row in known[-1:]
+    ]
 
 
 def _checkpoints(rows: list[Row]) -> list[str]:
@@ -164,10 +186,10 @@ def _commands(export: Path) -> list[str]:
 
 
 def _pictures(rows: list[Row]) -> dict[str, str]:
-    steps, evaluations = of_kind(rows, "step"), of_kind(rows, "eval")
+    steps, evaluations = [row for row in of_kind(rows, "step") if learned(row)], of_kind(rows, "eval")
     pictures: dict[str, str] = {}
     if steps:
-        found = [(row["step"], row["loss"]) for row in steps if row["loss"] is not None]
+        found = [(row["step"], row["loss"]) for row in steps]
         pictures["loss.svg"] = _curve("loss", found)
         found = [(row["step"], row["accuracy"][0]) for row in steps]
         pictures["accuracy.svg"] = _curve("accuracy of the first drafted token, in training", found)

@@ -13,7 +13,6 @@ import platform
 import shlex
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,29 +21,32 @@ from typing import Any
 import msgspec
 
 from consumer.checkpoints import newest_good
+from launch.caching import check_covered, open_for_replay
 from launch.checkpoint_commands import export_checkpoint
 from launch.config import Config
 from launch.crew import DONE, INTERRUPTED, Crew
 from launch.difference import differences
 from launch.hosts import check_free
 from launch.invitation import inviting
+from launch.kept import split_to_use
 from launch.live import Screen
+from launch.log_config import check_installed
+from launch.logging_to import logging_to
 from launch.machine import Gpu, free_memory_bytes, processors, visible_gpus
 from launch.metrics import append_row, of_kind, read_rows
+from launch.pace import Pace
 from launch.placement import place, show_placement
-from launch.report import write_report
+from launch.report import show_coverage, write_report
 from launch.runfolder import RunLock
+from launch.setting_up import one_off, prepare_alone, set_up, write_json
 from launch.signals import Interrupted, Signals
-from launch.start import Outline, bill, check_resumable, dataset_folder, make_job, make_plan, outline, plan_params
+from launch.start import bill, check_resumable, make_job, make_plan, outline
 from launch.summary import describe, summarise
-from launch.supervise import Child
+from launch.trained import inherited
 from producer.checked import padding_mask_of
 from producer.config import EMBEDDED
 from producer.locate import locate_target
-from producer.setup_args import Resumed, SetupArgs
 from protocol.arena import create_arena
-from protocol.child import ERROR_PREFIX
-from protocol.dataset import TokenDataset
 from protocol.errors import DraftwireError, RequestError, RunError
 from protocol.job import Job, write_job
 from protocol.pages import describe_pages
@@ -52,7 +54,6 @@ from protocol.units import show_bytes
 from protocol.version import DRAFTWIRE_VERSION
 
 STOPPED_AT_ONCE = 130
-TICK_S = 0.1
 
 Say = Callable[[str], None]
 
@@ -81,23 +82,30 @@ def run(config: Config, resume: bool, screen: Screen, forked_from: Path | None =
 def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, screen: Screen) -> int:
     say = screen.say
     gpus, free_bytes = visible_gpus(), free_memory_bytes()
-    placement = place(config.gpus, len(gpus))
+    placement = place(split_to_use(config, gpus, run_dir, say), len(gpus), config.target.tensor_parallel)
     say(f"run {config.run.name}: {show_placement(placement, gpus)}; log files in {run_dir}/log")
     check_free(config.hosts)
+    check_installed(config.log)
     if config.target.model == EMBEDDED:
-        _one_off("convert", "producer.embedded", [], run_dir, signals, screen)
-    found = outline(config, locate_target(config.target, say), placement, gpus, free_bytes)
-    _say_all(found.notes, say)
+        one_off("convert", "producer.embedded", [], run_dir, signals, screen)
+    target_dir = locate_target(config.target, say)
     checkpoint, notes = newest_good(run_dir / "checkpoints")
+    if config.data.limit is None:  # the data says how much memory its samples take
+        prepare_alone(config, target_dir, run_dir, signals, screen)
+    config, trained = inherited(config, target_dir, checkpoint, say)
+    found = outline(config, target_dir, placement, gpus, free_bytes, checkpoint, trained)
+    _say_all(found.notes, say)
     if checkpoint is not None:
         check_resumable(config, found, checkpoint)
     elif notes:
         where = run_dir / "checkpoints"
         raise RequestError(f"{'; '.join(notes)}: there is no checkpoint to go on from; move {where} away to begin anew")
+    cache = open_for_replay(config, found) if config.cache.mode == "only" else None
+    kept = cache.folder if cache is not None else None
     changed = _differences(earlier, config)
     _say_all(changed, say)
     try:
-        dataset = _set_up(config, found, checkpoint, run_dir, signals, screen)
+        dataset = set_up(config, found, checkpoint, run_dir, signals, screen, kept, cached_only=cache is not None)
     except Interrupted:
         append_row(run_dir / "metrics.jsonl", "end", {"state": "interrupted", "reason": "while it was being prepared"})
         raise
@@ -106,79 +114,34 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
             append_row(run_dir / "metrics.jsonl", "end", {"state": "failed", "reason": str(error)})
         raise
     plan = make_plan(config, found, dataset)
-    job, more = make_job(config, found, dataset, plan, checkpoint, padding_mask_of(run_dir))
+    if cache is not None:
+        say(check_covered(cache, dataset, plan))
+    # Without a target there is nothing to run with a mask.
+    job, more = make_job(config, found, dataset, plan, checkpoint, cache is not None or padding_mask_of(run_dir))
     _say_all([*notes, *more], say)
     costs = bill(found, dataset, plan)
-    _write_json(run_dir / "plan.json", costs)
-    if checkpoint is not None and job.start_step >= plan.total_steps:
-        say(f"all {plan.total_steps} steps are done already")
+    write_json(run_dir / "plan.json", costs)
+    over = Pace(job, plan.total_steps).why_over(job.start_step) if checkpoint is not None else None
+    if over is not None:
+        say(f"{over} already, at step {job.start_step}")
         if not (run_dir / "export").exists():
             export_checkpoint(str(run_dir), run_dir / "export")
             append_row(run_dir / "metrics.jsonl", "end", {"state": "done", "reason": ""})
         _say_all(_ended(run_dir, "done"), say)
         return DONE
     # Only now is it certain that this configuration is the run's: a refused one leaves the old one in place.
-    _write_json(run_dir / "config.resolved.json", msgspec.to_builtins(config))
+    write_json(run_dir / "config.resolved.json", msgspec.to_builtins(config))
     write_job(run_dir, job)
     say(
         f"{costs['samples']} samples, {costs['tokens']} tokens, {costs['steps']} steps; {costs['bytes_per_token']} "
         f"bytes a token: a full dump would take {show_bytes(costs['full_dump_bytes'])}, "
         f"the ring takes {show_bytes(costs['ring_bytes'])}"
     )
+    say(f"anchors: {show_coverage(costs)}; mask token {job.shape['mask_token_id']}")
     say("producers and consumers load")
     start = {"step": job.start_step, "changed": changed} | circumstances(job, gpus)
-    with inviting(config, job, run_dir, say) as hosts:
+    with inviting(config, job, run_dir, say) as hosts, logging_to(config.log, run_dir, say):
         return _supervise(job, run_dir, start, hosts, signals, screen)
-
-
-def _set_up(
-    config: Config, found: Outline, checkpoint: Path | None, run_dir: Path, signals: Signals, screen: Screen
-) -> TokenDataset:
-    """Token dataset, target_io and eval shard, made by a process of its own that loads the target if it must."""
-    resumed = Resumed(checkpoint=str(checkpoint), plan=plan_params(config, found)) if checkpoint is not None else None
-    folder = dataset_folder(config)
-    args = SetupArgs(
-        target_dir=str(found.target_dir),
-        target=config.target,
-        data=config.data,
-        run_dir=str(run_dir),
-        dataset_dir=str(folder),
-        taps=found.shape.target_layer_ids,
-        eval_prompts=config.eval.prompts,
-        eval_max_new_tokens=config.eval.max_new_tokens,
-        device=found.placement.producers[0],
-        resumed=resumed,
-        init_layers=config.drafter.layers if config.drafter.init == "target" else 0,
-    )
-    _write_json(run_dir / "setup.json", msgspec.to_builtins(args))
-    _one_off("setup", "producer.setup", [str(run_dir / "setup.json")], run_dir, signals, screen)
-    return TokenDataset.open(folder)
-
-
-def _one_off(name: str, module: str, arguments: list[str], run_dir: Path, signals: Signals, screen: Screen) -> None:
-    """Runs a child to its end and passes its lines on, or says that it still works; raises what it ended with."""
-    started_s, doing = time.monotonic(), f"starts {name}"
-    log_path = run_dir / "log" / f"{name}.log"
-    start_bytes = log_path.stat().st_size if log_path.exists() else 0
-    # Alone on the machine, it may use every core.
-    child = Child(name, module, arguments, log_path, {"OMP_NUM_THREADS": str(processors())})
-    with log_path.open(encoding="utf-8", errors="replace") as log:
-        log.seek(start_bytes)
-        code = None
-        while code is None:
-            code = child.wait(TICK_S)
-            for line in log:
-                if not line.startswith(ERROR_PREFIX):
-                    doing = line.rstrip()
-                    screen.say(doing)
-            screen.still(doing, started_s)
-            if signals.wishes:
-                child.end(grace_s=1.0)
-                raise Interrupted
-    if code == 2:
-        raise RequestError(child.last_error())
-    if code != 0:
-        raise RunError(child.obituary())
 
 
 def _supervise(
@@ -267,12 +230,6 @@ def _differences(earlier: Path, config: Config) -> list[str]:
     except (OSError, ValueError):
         return []
     return [f"{earlier.name} had another {line}" for line in differences(then, now)]
-
-
-def _write_json(path: Path, data: object) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    part.rename(path)
 
 
 def _say_all(lines: Iterable[str], say: Say) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launch.metrics import of_kind, read_rows
+from launch.metrics import learned, of_kind, read_rows
 from launch.runfolder import is_alive
 from protocol.units import show_bytes, show_seconds
 
@@ -46,13 +46,13 @@ def summarise(run_dir: Path, ended: bool = False) -> dict[str, Any]:
         "run": run_dir.name,
         "prepares": prepares,
         "state": "running" if alive else (ends[-1]["state"] if ends else "failed"),
-        "reason": None if alive else ends[-1]["reason"] if ends else _WITHOUT_A_WORD if lives else None,
+        "reason": None if alive else _why(rows, ends[-1]) if ends else _WITHOUT_A_WORD if lives else None,
         "step": last_step.get("step", 0),
         "steps": plan.get("steps"),
         "epoch": last_step.get("epoch", 0),
         "samples_trained": last_step.get("samples_trained", 0),
         "tokens_trained": last_step.get("tokens_trained", 0),
-        "loss": last_step.get("loss"),
+        "loss": next((row["loss"] for row in reversed(steps) if learned(row)), None),
         "acceptance_before": evals[0]["acceptance_mean"] if evals else None,
         "acceptance_after": evals[-1]["acceptance_mean"] if len(evals) > 1 else None,
         "acceptance_interval": evals[-1]["interval"] if evals else None,
@@ -64,9 +64,11 @@ def summarise(run_dir: Path, ended: bool = False) -> dict[str, Any]:
         },
         "producer_wait_share": last_stream.get("producer_wait_share"),
         "consumer_wait_share": last_stream.get("consumer_wait_share"),
+        "advice": last_stream.get("advice"),
         "bytes_streamed": _streamed(rows),
         "full_dump_bytes": plan.get("full_dump_bytes"),
         "quarantined": last_stream.get("quarantined", 0),
+        "skipped": sum(row.get("skipped", False) for row in steps),
         "starts": sum(row["kind"] == "start" for row in lives),
         "restarts": sum(row["what"] in ("gone", "rewind") for row in of_kind(rows, "event")),
         "export": str(export) if export.exists() else None,
@@ -101,7 +103,10 @@ def describe(summary: dict[str, Any]) -> list[str]:
             f"consumer {summary['consumer_wait_share']:.0%}; "
             f"streamed {show_bytes(summary['bytes_streamed'])}; restarts {summary['restarts']}, "
             f"quarantined samples {summary['quarantined']}"
+            + (f", skipped steps {summary['skipped']}" if summary["skipped"] else "")
         )
+    if summary["advice"] is not None:
+        lines.append(f"split: {summary['advice']['text']}")
     if summary["state"] == "running" and summary["producer_tokens_per_s"] is not None:
         left = show_seconds(summary["eta_s"]) if summary["eta_s"] is not None else "not known yet"
         lines.append(
@@ -116,6 +121,14 @@ def describe(summary: dict[str, Any]) -> list[str]:
         older = f" of step {step}" if step not in (None, summary["step"]) else ""
         lines.append(f"drafter{older}: {summary['export']} (its README.md says how to serve it)")
     return lines
+
+
+def _why(rows: list[dict[str, Any]], end: dict[str, Any]) -> str:
+    """Why a run ended; one that was done before the end of its plan was told to finish, in its last stretch."""
+    finished = ""
+    for row in rows:
+        finished = "" if row["kind"] == "start" else row["text"] if row.get("what") == "finish" else finished
+    return end["reason"] or finished
 
 
 def _streamed(rows: list[dict[str, Any]]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from launch.balance import Balance
 from launch.conductor import Conductor
 from launch.flops import Costs
 from protocol.job import Job
@@ -12,13 +13,18 @@ from protocol.messages import AnyMessage, Lease, Message, Report, Rewind, Want
 
 # Rates are means over this long: short enough to show a stall, long enough to be read.
 RATE_WINDOW_S = 30.0
+FIGURES = ("loss", "accuracy")
+# Events that a person who watches is told.
+TOLD = ("init_from", "skipped", "cooldown", "finish")
+NEWS_AT_ONCE = 10
 
 
 class Tally:
-    """Follows the messages of one start of a run; `costs` says what its work is in arithmetic."""
+    """Follows the messages of one start of a run; `costs` says what its work is in arithmetic, `balance` how it falls
+    on the ranks."""
 
-    def __init__(self, job: Job, total_steps: int, costs: Costs) -> None:
-        self._job, self._total_steps, self._costs = job, total_steps, costs
+    def __init__(self, job: Job, costs: Costs, balance: Balance) -> None:
+        self._job, self._costs, self._balance = job, costs, balance
         self._step: dict[str, Any] = {"step": job.start_step}
         self._eval: dict[str, Any] = {}
         self._first_want_s: float | None = None
@@ -29,15 +35,20 @@ class Tally:
         self._history: deque[tuple[float, int, int, float]] = deque()
         self._trained_tokens = 0
         self._trained_flop = 0.0
-        self._restarts = self._failed_checkpoints = 0
+        self._restarts = self._failed_checkpoints = self._skipped = 0
         self._checkpoint_problem: str | None = None
+        self._news: deque[str] = deque(maxlen=NEWS_AT_ONCE)
+        self._news_count = 0
 
     def note(self, message: AnyMessage | Message, now: float) -> None:
         """A message that passed through the coordinator at monotonic time `now`."""
         if isinstance(message, Want | Lease) and self._first_want_s is None:
             self._first_want_s = self._producing_until_s = now
         if isinstance(message, Report) and message.kind == "step":
-            self._step = message.row
+            self._skipped += message.row["skipped"]
+            # What was not finite, or of no anchor, is no figure of the training.
+            learned = message.row["anchors"] and not message.row["skipped"]
+            self._step = message.row if learned else message.row | {key: self._step.get(key) for key in FIGURES}
             self._steps_here += 1
             self._step_s += message.row["step_s"]
             self._wait_s += message.row["wait_s"]
@@ -45,15 +56,34 @@ class Tally:
             self._trained_flop += self._costs.step_flop(message.row["tokens"], message.row["anchors"])
         if isinstance(message, Report) and message.kind == "eval":
             self._eval = message.row
+        if isinstance(message, Report) and message.kind == "rank":
+            self._balance.note(message.row)
         if isinstance(message, Rewind):
             self._step = {"step": message.step}
+            self._balance.rewind()
+
+    @property
+    def trained(self) -> tuple[int, int, float, float]:
+        """Of this start: steps, their tokens, their seconds, and how many of those were waits."""
+        return self._steps_here, self._trained_tokens, self._step_s, self._wait_s
+
+    def step_mfu(self, row: dict[str, Any]) -> float | None:
+        """That of the consumers in one step, waits included; None: not known."""
+        return self._costs.consumer_mfu(self._costs.step_flop(row["tokens"], row["anchors"]) / row["step_s"])
 
     def event(self, row: dict[str, Any]) -> None:
         """A row of kind "event" that was written."""
         self._restarts += row["what"] in ("gone", "rewind")
+        if row["what"] in TOLD:
+            self._news.append(row["text"])
+            self._news_count += 1
         if row["what"] == "checkpoint failed":
             self._failed_checkpoints += 1
             self._checkpoint_problem = row["text"]
+
+    def news(self) -> dict[str, Any]:
+        """What happened that a person should hear of, in this start: how much of it, and the newest lines."""
+        return {"news_count": self._news_count, "news": list(self._news)}
 
     def state(self, conductor: Conductor, now: float) -> dict[str, Any]:
         """The snapshot that the live view, `metrics.jsonl` and `status` share; waits are shares of each side's time."""
@@ -65,19 +95,20 @@ class Tally:
         span_s = max(now - then, 1e-9)
         if self._first_want_s is not None:
             # Those of other hosts come and go.
-            producers = len(self._job.producers) + len(conductor.remotes)
+            producers = len(self._job.producer_names) + len(conductor.remotes)
             self._producing_s += (now - self._producing_until_s) * producers
             self._producing_until_s = now
         running_s = self._producing_s
         done = int(self._step["step"])
-        left = self._total_steps - done
+        last_step, left_s = conductor.pace.last_step, conductor.pace.left_s
+        eta_s = self._step_s / self._steps_here * (last_step - done) if self._steps_here else None
         counts = conductor.ledger.counts
         producer_tokens_per_s = (produced - produced_then) / span_s
         return {
             "step": done,
-            "steps": self._total_steps,
+            "steps": last_step,
             "loss": self._step.get("loss"),
-            "accuracy": self._step.get("accuracy", []),
+            "accuracy": self._step.get("accuracy") or [],
             "acceptance": self._eval.get("acceptance_mean"),
             "acceptance_per_position": self._eval.get("acceptance_per_position", []),
             "producer_tokens_per_s": producer_tokens_per_s,
@@ -97,5 +128,6 @@ class Tally:
             "checkpoint_problem": self._checkpoint_problem,
             "checkpoints_failed": self._failed_checkpoints,
             "numerics_changed": conductor.numerics_changed,
-            "eta_s": self._step_s / self._steps_here * left if self._steps_here else None,
-        }
+            "skipped": self._skipped,
+            "eta_s": eta_s if left_s is None or (eta_s is not None and eta_s < left_s) else left_s,
+        } | self._balance.state()

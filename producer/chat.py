@@ -7,6 +7,8 @@ Rules, stated once:
 - Null content is allowed only beside tool calls, and is the empty text. An assistant turn with neither text nor tool
   calls makes the row unusable: there is nothing to learn from it.
 - Tool-call arguments become an object, whichever way they were written.
+- Reasoning, tool calls and results in tags become fields where the target's template shows such fields (tagged.py).
+- Tool definitions that a system text already lists in `<tools>` are not given a second time.
 - `finish_reason` "length" says that a token limit cut the last assistant turn; anything else, or nothing, that it ended
   by itself. A turn cut inside its reasoning has no text yet, and is usable all the same.
 A row is kept whole or skipped with a reason; nothing inside a kept row is dropped.
@@ -18,7 +20,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from producer.formats import as_turns
 from producer.rows import SkipRow
+from producer.tagged import Shows, results, split_calls, split_reasoning
 
 _ROLES = {
     "user": ("user", "human", "prompter"),
@@ -30,6 +34,8 @@ ROLE_OF = {alias: role for role, aliases in _ROLES.items() for alias in aliases}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _MESSAGE_KEYS = ("name", "tool_call_id")
+_SWITCHES = ("enable_thinking", "thinking")
+EVERYTHING = Shows()
 
 Message = dict[str, Any]
 
@@ -38,11 +44,18 @@ Message = dict[str, Any]
 class Conversation:
     """Messages with the keys `role` and `content` (text), and where they apply `reasoning_content`, `tool_calls`,
     `name`, `tool_call_id`; `tools` are the tool definitions that the target was shown. `cut`: a token limit ended the
-    last assistant turn, so what a template writes behind its text was never said."""
+    last assistant turn, so what a template writes behind its text was never said. `thinks`: whether the row says that
+    the target was asked to think; None when it does not say."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
     cut: bool = False
+    thinks: bool | None = None
+
+    @property
+    def reasons(self) -> bool:
+        """Whether any answer carries reasoning."""
+        return any("reasoning_content" in message for message in self.messages)
 
     def prompt(self) -> Conversation:
         """What the target was asked: the conversation without its last turn when that is the assistant's.
@@ -52,18 +65,21 @@ class Conversation:
         turns = self.messages[:-1] if self.messages[-1]["role"] == "assistant" else self.messages
         if not turns or turns[-1]["role"] not in ("user", "tool"):
             raise SkipRow("no prompt to answer", "the conversation has no user turn before its last answer")
-        return Conversation(turns, self.tools)
+        return Conversation(turns, self.tools, thinks=self.thinks)
 
 
-def conversation_of(row: dict[str, Any], kind: str) -> Conversation:
-    """The normal form of a row in the format `kind`, "messages" or "sharegpt". Raises SkipRow with the reason."""
-    key = "messages" if kind == "messages" else "conversations"
-    turns = row.get(key)
+def conversation_of(row: dict[str, Any], kind: str, shows: Shows = EVERYTHING) -> Conversation:
+    """The normal form of a row in a format of turns (`formats.kind_of`), for a template that shows these parts.
+
+    Raises SkipRow with the reason.
+    """
+    row = as_turns(row, kind)
+    turns = row.get("messages")
     if not isinstance(turns, list):
-        raise SkipRow(f"no list under {key!r}", f"it is {json.dumps(turns)[:60]}" if key in row else "")
+        raise SkipRow("no list under 'messages'", f"it is {json.dumps(turns, default=str)[:60]}")
     if not turns:
         raise SkipRow("empty conversation")
-    messages = [_message(turn, place) for place, turn in enumerate(turns)]
+    messages = [message for place, turn in enumerate(turns) for message in _messages(turn, place, shows)]
     cut = _is_cut(row.get("finish_reason"))
     _refuse_empty(messages, cut)
     system = row.get("system")
@@ -71,7 +87,14 @@ def conversation_of(row: dict[str, Any], kind: str) -> Conversation:
         messages.insert(0, {"role": "system", "content": system})
     elif system:
         raise SkipRow("system is not text", f"it is a {type(system).__name__}")
-    return Conversation(tuple(messages), _tools(row.get("tools")), cut)
+    listed = any(message["role"] == "system" and "<tools>" in message["content"] for message in messages)
+    return Conversation(tuple(messages), () if listed else _tools(row.get("tools")), cut, _thinks(row))
+
+
+def _thinks(row: dict[str, Any]) -> bool | None:
+    options = row.get("chat_template_kwargs")
+    named = options if isinstance(options, dict) else row
+    return next((named[key] for key in _SWITCHES if isinstance(named.get(key), bool)), None)
 
 
 def _is_cut(finish_reason: Any) -> bool:
@@ -92,13 +115,30 @@ def _refuse_empty(messages: list[Message], cut: bool) -> None:
             raise SkipRow("empty assistant turn", f"turn {place}")
 
 
+def _messages(turn: Any, place: int, shows: Shows) -> list[Message]:
+    """A turn in normal form; one that answers several calls at once becomes as many."""
+    message = _message(turn, place)
+    content = message["content"]
+    if message["role"] == "tool" and shows.calls:
+        return [{**message, "content": result} for result in results(content)]
+    if message["role"] == "assistant":
+        if shows.reasoning and "reasoning_content" not in message:
+            reasoning, content = split_reasoning(content)
+            message |= {"reasoning_content": reasoning} if reasoning.strip() else {}
+        if shows.calls and "tool_calls" not in message:
+            calls, content = split_calls(content)
+            message |= {"tool_calls": [_tool_call(call, place) for call in calls]} if calls else {}
+        message["content"] = content
+    return [message]
+
+
 def _message(turn: Any, place: int) -> Message:
     if not isinstance(turn, dict):
         raise SkipRow("turn is not an object", f"turn {place} is a {type(turn).__name__}")
     named = turn.get("role", turn.get("from"))
     role = ROLE_OF.get(named.strip().lower()) if isinstance(named, str) else None
     if role is None:
-        raise SkipRow("unknown role", f"turn {place} has role {json.dumps(named)[:60]}")
+        raise SkipRow("unknown role", f"turn {place} has role {json.dumps(named, default=str)[:60]}")
     content: Any = next((turn[key] for key in ("content", "value", "text") if key in turn), None)
     if named == "function_call":
         return {"role": role, "content": "", "tool_calls": [_tool_call(_loaded(content, place), place)]}

@@ -15,6 +15,7 @@ from torch import nn
 
 from producer.target import Target
 from producer.target_io import save_atomically
+from producer.whole import whole
 from protocol.errors import RequestError
 
 _FORMAT = 1
@@ -69,7 +70,7 @@ def _layer_weights(layer: nn.Module, index: int, target: Target) -> dict[str, to
         plain = (
             plain_norm_weight(layer.get_submodule(module), f"layer {index}: {module}") if weight.ndim == 1 else weight
         )
-        weights[name] = plain.detach().cpu().contiguous()
+        weights[name] = whole(target, plain).detach().cpu().contiguous()
     return weights
 
 

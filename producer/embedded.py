@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from producer.gguf_file import load_gguf, unpacked_size
 from protocol.child import run_child
 from protocol.errors import RequestError
 
@@ -54,8 +55,9 @@ def embedded_target(say: Callable[[str], None] | None = None) -> Path:
     with _locked(folder.with_name(folder.name + ".lock")):
         if is_sound(folder):
             return folder
+        _check_packages()
         if say is not None:
-            say(f"converting {GGUF_NAME} once into {folder} (about half a minute)")
+            say(f"converting {GGUF_NAME} once into {folder} (about half a minute): {unpacked_size(gguf)}")
         part = folder.with_name(folder.name + ".part")
         shutil.rmtree(part, ignore_errors=True)  # left by a conversion that was killed
         part.mkdir()
@@ -96,18 +98,29 @@ def find_gguf() -> Path:
     return path
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def _check_packages() -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise RequestError(f"reading {GGUF_NAME} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    # Imported here: whoever only looks for the folder needs neither of them.
-    import torch
-    import transformers
-    from tokenizers import pre_tokenizers
 
+
+def _convert(gguf: Path, folder: Path) -> None:
+    # Imported here: whoever only looks for the folder does not need it.
     from producer.quiet import hush
 
     hush()
+    tokenizer, model = rebuilt_tokenizer(gguf), load_gguf(gguf)
+    model.config.rms_norm_eps = 1e-5  # the GGUF stores it as float32: 9.9999997e-06
+    model.config._name_or_path = FOLDER_NAME
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def rebuilt_tokenizer(gguf: Path) -> Any:
+    """The tokenizer in the file, splitting digits as it was trained to. Raises RequestError when this transformers
+    makes another one of it."""
+    import transformers
+    from tokenizers import pre_tokenizers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     # The GGUF path of transformers drops the digit split that this tokenizer was trained with.
@@ -120,22 +133,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     probe = tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
     pieces = tokenizer.convert_ids_to_tokens(probe)
     if pieces[:4] != ["a", "\u0120\u0120", "1", "2"] or tokenizer.decode(probe) != PROBE_TEXT:
-        raise RequestError(f"{GGUF_NAME}: this transformers ({transformers.__version__}) rebuilds another tokenizer")
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "gguf_file": gguf.name, "output_loading_info": True}
-    # Newer transformers keep GGUF weights packed unless told otherwise; releases without GgufConfig always unpack.
-    if hasattr(transformers, "GgufConfig"):
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    loader: Any = transformers.AutoModelForCausalLM
-    model, info = loader.from_pretrained(str(gguf.parent), **options)
-    absent = {key for key in info["missing_keys"] if key != "lm_head.weight"}
-    if absent or info["unexpected_keys"] or info["mismatched_keys"]:
-        raise RequestError(
-            f"{GGUF_NAME}: tensors do not map: missing {sorted(absent)}, unexpected {sorted(info['unexpected_keys'])}"
-        )
-    model.config.rms_norm_eps = 1e-5  # the GGUF stores it as float32: 9.9999997e-06
-    model.config._name_or_path = FOLDER_NAME
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+        raise RequestError(f"{gguf.name}: this transformers ({transformers.__version__}) rebuilds another tokenizer")
+    return tokenizer
 
 
 def _write_manifest(folder: Path) -> None:

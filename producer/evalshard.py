@@ -113,7 +113,7 @@ def write_eval_shard(
 
     if say is not None:
         say(f"the target answers {len(prompts)} held-out prompts, each with {max_new_tokens} tokens at most")
-    answers = greedy_answers(target.model, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids, progress=progress)
+    answers = greedy_answers(target, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids, progress=progress)
     pairs = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
     if not pairs:
         raise RequestError("data.eval: the target answers every held-out prompt with a single token; use other prompts")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from producer.fill import Features, lease_offsets, lease_table
+from producer.lease_layout import Features, lease_offsets, lease_table
 from producer.selfcheck import statistics
 from protocol.block import views
 from protocol.messages import Lease

@@ -1,43 +1,20 @@
-"""Filling a leased block: the small tensors, the features, and which bytes were written."""
+"""Filling a leased block with the target: the small tensors and the features."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from producer.forward import features_into
+from producer.lease_layout import Features, fill_small_tensors, lease_offsets, lease_table
 from producer.stage import Filled, Stage
 from producer.taps import Taps
 from producer.target import Target
-from protocol.block import Table, block_table, table_bytes, views
+from protocol.block import views
 from protocol.messages import Lease
-
-
-class Features(Protocol):
-    """What is asked of a job: columns of the features (taps x hidden), their dtype, and the taps."""
-
-    @property
-    def width(self) -> int: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def taps(self) -> tuple[int, ...]: ...
-
-
-def lease_table(lease: Lease, job: Features) -> Table:
-    """The layout of the whole block that a lease belongs to."""
-    return block_table(sum(lease.lengths), len(lease.samples), job.width, job.dtype)
-
-
-def lease_offsets(lease: Lease) -> NDArray[np.int32]:
-    """`[n + 1]`: sample i of the whole block is rows offsets[i] to offsets[i + 1]."""
-    return np.concatenate(([0], np.cumsum(lease.lengths))).astype(np.int32)
 
 
 def fill(
@@ -58,10 +35,7 @@ def fill(
     tensors = views(slot, lease_table(lease, job))
     offsets = lease_offsets(lease)
     token_ids = np.frombuffer(lease.token_ids, "<i4")
-    tensors["token_ids"][:] = token_ids
-    tensors["loss_mask"][:] = np.frombuffer(lease.loss_mask, np.uint8)
-    tensors["offsets"][:] = offsets
-    tensors["samples"][:] = lease.samples
+    fill_small_tensors(lease, tensors)
     rows: list[NDArray[np.int32]] = [token_ids[offsets[at] : offsets[at + 1]] for at in lease.positions]
     features = torch.from_numpy(tensors["features"])
     features = features if features.dtype == target.dtype else features.view(target.dtype)
@@ -71,17 +45,3 @@ def fill(
     out = stage.begin(pieces)
     halved = features_into(out, target, taps, rows, wanted)
     return stage.end(out, pieces), halved
-
-
-def written_ranges(lease: Lease, job: Features) -> list[tuple[int, int]]:
-    """The byte ranges of the slot that `fill` writes for this lease, ascending."""
-    table = lease_table(lease, job)
-    if len(lease.positions) == len(lease.samples):
-        return [(0, table_bytes(table))]
-    (features,) = (spec for spec in table if spec.name == "features")
-    ranges = [(spec.offset, spec.offset + spec.nbytes) for spec in table if spec.name != "features"]
-    offsets = lease_offsets(lease).tolist()
-    row_bytes = features.nbytes // offsets[-1]
-    for at in sorted(lease.positions):
-        ranges.append((features.offset + offsets[at] * row_bytes, features.offset + offsets[at + 1] * row_bytes))
-    return ranges

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from producer.figures import EVERY_BLOCKS, tap_figures
-from producer.fill import Features, written_ranges
+from producer.lease_layout import Features, written_ranges
 from producer.outlet import Outlet
 from producer.stage import Filled
 from protocol.messages import Lease, Ready, Stop, Want

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from producer.padding import batches, launch_bound_tokens
 from producer.taps import Taps
-from producer.target import Target, run_text
+from producer.target import Target, on_device, run_text
 
 IntArray = NDArray[np.int32]
 
@@ -93,8 +93,7 @@ def run_batch(
     rows = on_device(np.flatnonzero(mask), target.device)
     with taps.capture(rows, out, on_device(to, target.device)):
         padded = target.padding_mask and not mask.all()
-        attention_mask = on_device(mask.astype(np.int64), target.device) if padded else None
-        run_text(target, on_device(ids, target.device), attention_mask)
+        run_text(target, ids, mask.astype(np.int64) if padded else None, last=max(taps.ids))
 
 
 def one_batch(target: Target, taps: Taps, samples: Sequence[IntArray]) -> torch.Tensor:
@@ -104,9 +103,3 @@ def one_batch(target: Target, taps: Taps, samples: Sequence[IntArray]) -> torch.
     out = torch.empty((tokens, width), dtype=target.dtype, device=target.device)
     run_batch(target, taps, samples, out, np.arange(tokens))
     return out
-
-
-def on_device(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """The array on the device; a copy to a GPU is only enqueued."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

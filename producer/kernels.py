@@ -40,9 +40,10 @@ def kernel_notes(folder: Path) -> list[str]:
 def linear_layers(config: Mapping[str, Any]) -> int:
     """How many decoder layers of a (text) config are recurrent ones with linear attention."""
     types = config.get("layer_types")
-    if types:
-        return int(list(types).count("linear_attention"))
+    if isinstance(types, list) and types:
+        return types.count("linear_attention")
     # Older files of such models give only the period: every n-th layer has full attention.
-    period = config.get("full_attention_interval")
-    layers = int(config.get("num_hidden_layers") or 0)
-    return layers - layers // int(period) if period and "linear_num_value_heads" in config else 0
+    period, layers = config.get("full_attention_interval"), config.get("num_hidden_layers")
+    if not isinstance(period, int) or not isinstance(layers, int) or period < 1:
+        return 0
+    return layers - layers // period if "linear_num_value_heads" in config else 0

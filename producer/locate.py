@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,44 +31,54 @@ _FINGERPRINT_SAMPLES = 64
 _FINGERPRINT_SAMPLE_BYTES = 64 << 10
 
 
-def locate_target(config: TargetConfig, say: Callable[[str], None] | None = None) -> Path:
+def locate_target(config: TargetConfig, say: Callable[[str], None] | None = None, with_weights: bool = True) -> Path:
     """The local folder of `[target] model`: converted, found or downloaded.
 
-    Only a hub id that the config names reaches the network. Raises RequestError for a folder that is no model and for
-    gated, missing or unreachable hub repositories.
+    Only a hub id that the config names reaches the network. Without `with_weights` its config.json is enough, and
+    weights are not downloaded. Raises RequestError for a folder that is no model and for gated, missing or unreachable
+    hub repositories.
     """
     if config.model == EMBEDDED:
         return embedded_target(say)
     folder = Path(config.model).expanduser()
     if folder.is_dir():
-        return _checked(folder, f"target.model = {config.model!r}")
+        return _checked(folder, f"target.model = {config.model!r}", with_weights)
+    if config.model.lower().endswith(".gguf"):
+        raise RequestError(
+            f"target.model = {config.model!r}: a GGUF file is not trained for: its weights would be unpacked "
+            "to several times its size: name the folder or hub id of the model that it was made from"
+        )
     if config.model.startswith(("/", ".", "~")) or config.model.count("/") > 1:
         raise RequestError(f"target.model = {config.model!r}: there is no such folder")
-    return _checked(_from_hub(config), f"target.model = {config.model!r}")
+    patterns = [*_HUB_FILES, *(["*.py"] if config.trust_remote_code else [])]
+    if not with_weights:
+        patterns.remove("*.safetensors")
+    key = f"target.model = {config.model!r}"
+    return _checked(from_hub(config.model, config.revision, patterns, key), key, with_weights)
 
 
-def _checked(folder: Path, key: str) -> Path:
+def _checked(folder: Path, key: str, with_weights: bool) -> Path:
     if not (folder / "config.json").is_file():
         raise RequestError(f"{key}: {folder} has no config.json, so it is not a Hugging Face model folder")
-    if not any(folder.glob("*.safetensors")):
+    if with_weights and not any(folder.glob("*.safetensors")):
         raise RequestError(f"{key}: {folder} has no *.safetensors weights; convert the model to safetensors first")
     return folder
 
 
-def _from_hub(config: TargetConfig) -> Path:
+def from_hub(name: str, revision: str | None, patterns: list[str], key: str) -> Path:
+    """The local folder of these files of a hub repository, downloaded or found in the cache. Raises RequestError, which
+    begins with `key`: what names the repository."""
     import huggingface_hub as hub  # only who names a hub id needs it, and importing it takes a while
     from huggingface_hub import errors
 
-    key = f"target.model = {config.model!r}"
-    patterns = [*_HUB_FILES, *(["*.py"] if config.trust_remote_code else [])]
     try:
-        return Path(hub.snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
+        return Path(hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
     except errors.HFValidationError:
         raise RequestError(f"{key} is neither a folder here nor a hub id (owner/name)") from None
     except errors.GatedRepoError:
         raise RequestError(f"{key}: the repository is gated; accept its terms and set HF_TOKEN") from None
     except errors.RevisionNotFoundError:
-        raise RequestError(f"target.revision = {config.revision!r}: {config.model} has no such revision") from None
+        raise RequestError(f"target.revision = {revision!r}: {name} has no such revision") from None
     except errors.RepositoryNotFoundError:
         raise RequestError(f"{key}: no such folder, and the hub knows no such model (private? set HF_TOKEN)") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
@@ -79,9 +90,14 @@ def _from_hub(config: TargetConfig) -> Path:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """`config.json`, with the text model that a multimodal one nests laid over it. Raises RequestError."""
-    whole = _read_json(folder / "config.json")
+    whole = read_whole_config(folder)
     nested = [whole[key] for key in ("text_config", "language_config") if isinstance(whole.get(key), dict)]
     return {**whole, **(nested[0] if nested else {})}
+
+
+def read_whole_config(folder: Path) -> dict[str, Any]:
+    """`config.json` as it is. Raises RequestError."""
+    return _read_json(folder / "config.json")
 
 
 def read_target_facts(folder: Path) -> dict[str, Any]:
@@ -101,30 +117,52 @@ def read_target_facts(folder: Path) -> dict[str, Any]:
             raise RequestError(f"{path}: no key {name!r}; draftwire cannot plan for this model")
         return found[0] if found else default
 
+    def number(name: str, default: float | None = None) -> float:
+        value = first(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise RequestError(
+                f"{path}: {name} is {value!r}, not a positive number; draftwire cannot plan for this model"
+            )
+        return value
+
+    def whole(name: str, default: float | None = None) -> int:
+        if (value := number(name, default)) != int(value):
+            raise RequestError(f"{path}: {name} is {value!r}, not a whole number")
+        return int(value)
+
     name, revision = _named(folder)
-    hidden, heads = int(first("hidden_size")), int(first("num_attention_heads"))
-    ends = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    hidden, heads = whole("hidden_size"), whole("num_attention_heads")
+    ends_path = folder / "generation_config.json"
+    ends = _read_json(ends_path) if ends_path.is_file() else {}
     return {
         "model": name,
         "revision": revision,
         "model_type": str(merged.get("model_type", "")),
         "hidden_size": hidden,
-        "num_layers": int(first("num_layers")),
-        "vocab_size": int(first("vocab_size")),
+        "num_layers": whole("num_layers"),
+        "vocab_size": whole("vocab_size"),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(first("num_key_value_heads", heads)),
-        "head_dim": int(first("head_dim", hidden // heads)),
-        "intermediate_size": int(first("intermediate_size", 4 * hidden)),
-        "rms_norm_eps": float(first("rms_norm_eps", 1e-6)),
-        "rope_theta": _rope_theta(merged),
-        "max_position_embeddings": int(first("max_position_embeddings", 2048)),
-        "bos_token_id": merged.get("bos_token_id"),
-        "eos_token_id": ends.get("eos_token_id", merged.get("eos_token_id")),
-        "pad_token_id": merged.get("pad_token_id"),
+        "num_key_value_heads": whole("num_key_value_heads", heads),
+        "head_dim": whole("head_dim", max(hidden // heads, 1)),
+        "intermediate_size": whole("intermediate_size", 4 * hidden),
+        "rms_norm_eps": number("rms_norm_eps", 1e-6),
+        "rope_theta": _rope_theta(path, merged),
+        "max_position_embeddings": whole("max_position_embeddings", 2048),
+        "bos_token_id": _token_ids(path, "bos_token_id", merged),
+        "eos_token_id": _token_ids(ends_path if "eos_token_id" in ends else path, "eos_token_id", {**merged, **ends}),
+        "pad_token_id": _token_ids(path, "pad_token_id", merged),
         "input_embedding_scale": 1.0,
         "dtype": str(merged.get("dtype") or merged.get("torch_dtype") or "bfloat16").removeprefix("torch."),
         "tied": bool(merged.get("tie_word_embeddings", False)),
     }
+
+
+def _token_ids(path: Path, key: str, config: dict[str, Any]) -> int | list[int] | None:
+    value = config.get(key)
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in listed):
+        raise RequestError(f"{path}: {key} is {value!r}, not a token id or a list of them")
+    return value
 
 
 def _named(folder: Path) -> tuple[str, str | None]:
@@ -134,11 +172,14 @@ def _named(folder: Path) -> tuple[str, str | None]:
     return folder.name, None
 
 
-def _rope_theta(config: dict[str, Any]) -> float:
+def _rope_theta(path: Path, config: dict[str, Any]) -> float:
     # Newer files nest it, some of them once per layer type; the full-attention layers are the ones to follow.
     nested = config.get("rope_parameters") or {}
-    nested = nested.get("full_attention", nested)
-    return float(nested.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    nested = nested.get("full_attention", nested) if isinstance(nested, dict) else nested
+    theta = (nested.get("rope_theta") if isinstance(nested, dict) else nested) or config.get("rope_theta") or 10000.0
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise RequestError(f"{path}: rope_theta is {theta!r}, not a number")
+    return float(theta)
 
 
 def feature_dtype(config: TargetConfig, facts: dict[str, Any], device: str) -> str:
@@ -155,18 +196,30 @@ def feature_dtype(config: TargetConfig, facts: dict[str, Any], device: str) -> s
     return stored if stored in ("bfloat16", "float32", "float16") else "bfloat16"
 
 
-def weight_size(folder: Path) -> tuple[int, int]:
-    """(parameters, bytes) of the stored weights, from the safetensors headers alone."""
+def weight_size(folder: Path, left_out: Callable[[str], bool] = lambda name: False) -> tuple[int, int]:
+    """(parameters, bytes) of the stored weights, from the safetensors headers alone. `left_out` tells by its name what
+    is not counted."""
     parameters = total_bytes = 0
     for path in _weight_files(folder):
         for name, entry in _header(path).items():
-            if name != "__metadata__":
+            if name != "__metadata__" and not left_out(name):
                 count = 1
                 for size in entry["shape"]:
                     count *= size
                 parameters += count
                 total_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
     return parameters, total_bytes
+
+
+def stored_sizes(folder: Path) -> dict[str, int]:
+    """The bytes of each stored tensor by its name, from the headers alone."""
+    headers = [_header(path) for path in _weight_files(folder)]
+    return {
+        name: entry["data_offsets"][1] - entry["data_offsets"][0]
+        for header in headers
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def stored_dtypes(folder: Path) -> set[str]:
@@ -203,7 +256,10 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
-    files = [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
+    places = _read_json(index).get("weight_map", {})
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise RequestError(f"{index}: weight_map does not name a file for each tensor")
+    files = [folder / name for name in sorted(set(places.values()))]
     absent = [path.name for path in files if not path.is_file()]
     if absent:
         raise RequestError(f"{index}: weight files are missing: {', '.join(absent)}")
@@ -217,7 +273,7 @@ def _header(path: Path) -> dict[str, Any]:
             header = json.loads(stream.read(length)) if 0 < length <= path.stat().st_size else None
     except ValueError:
         header = None
-    if not isinstance(header, dict):
+    if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
         raise RequestError(f"{path}: not a safetensors file (cut off or still a Git LFS pointer?)")
     return header
 

@@ -28,20 +28,25 @@ _KERNELS: dict[str, tuple[str, ...]] = {
 }
 
 
+# Method -> the least compute capability on which transformers uses these kernels; below it the weights are unpacked.
+_LEAST_CAPABILITY: dict[str, tuple[int, int]] = {"fp8": (8, 9), "mxfp4": (7, 5)}
+
+
 def quantisation(folder: Path) -> str | None:
     """The method by which the weights in `folder` are quantised, as its config names it; None for plain weights."""
     settings = _settings(folder)
     return None if settings is None else str(settings.get("quant_method") or "unnamed")
 
 
-def check_precision(folder: Path, device: str) -> None:
+def check_precision(folder: Path, device: str, capability: tuple[int, int] | None = None) -> None:
     """Raises RequestError, naming the method and the remedy, for a quantised target that would not run on `device`
-    ("cpu", "cuda:0") as it is served. Plain weights pass."""
+    ("cpu", "cuda:0") as it is served. `capability` is the device's compute capability, where it is known. Plain weights
+    pass."""
     settings = _settings(folder)
     if settings is None:
         return
     method = str(settings.get("quant_method") or "unnamed")
-    reason = _sees_the_whole_batch(method, settings) or _lacks(method, device)
+    reason = _sees_the_whole_batch(method, settings) or _lacks(method, device) or _too_old(method, device, capability)
     if reason:
         raise RequestError(f"{folder / 'config.json'}: the target is quantised ({method}): {reason}; {_REMEDY}")
 
@@ -77,3 +82,14 @@ def _lacks(method: str, device: str) -> str | None:
     if missing:
         return f"its kernels need {' and '.join(missing)} (pip install {' '.join(missing)})"
     return None
+
+
+def _too_old(method: str, device: str, capability: tuple[int, int] | None) -> str | None:
+    least = _LEAST_CAPABILITY.get(method)
+    if least is None or capability is None or capability >= least:
+        return None
+    needed, found = (".".join(map(str, version)) for version in (least, capability))
+    return (
+        f"its kernels need a GPU of compute capability {needed} or more, {device} has {found}, and transformers would "
+        "unpack the weights to bfloat16"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,28 +13,23 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from producer.config import DataConfig, SourceConfig
-from producer.rows import SkipRow, Skips
+from producer.config import HUB, DataConfig, SourceConfig
+from producer.inputs import source_digest, source_files
+from producer.preparing import PrepareReport, add, describe, length_histogram
 from producer.samples import SampleMaker
-from protocol.dataset import Sample, TokenDataset, write_dataset
+from producer.spool import Spool, alone, samples_of
+from producer.spooling import spool_rows
+from protocol.dataset import Sample, TokenDataset, eligible_anchors, write_dataset
 from protocol.errors import RequestError
 
 # Raised whenever the same rows would become other samples than before.
-FORMAT = 2
+FORMAT = 3
+KEPT_BY_AUTO = 0.98  # of the supervised tokens
+_LENGTH_MULTIPLE = 64
 _PADDED_RANGE_SHOWN = 64
-_PROGRESS_ROWS = 20_000
-
-
-class PrepareReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `draftwire prepare --json` prints. `examples` holds a few `file:line` places per skip reason."""
-
-    rows: int
-    kept: int
-    skipped: dict[str, int]
-    examples: dict[str, list[str]]
-    truncated: int
-    tokens: int
-    supervised_tokens: int
+# Starting processes takes some seconds, so they are worth it for larger data only.
+_BYTES_FOR_WORKERS = 32 << 20
+_MOST_WORKERS = 16
 
 
 def prepare(
@@ -42,23 +38,36 @@ def prepare(
     facts: dict[str, Any],
     folder: Path,
     say: Callable[[str], None] | None = None,
+    workers: int | None = None,
 ) -> TokenDataset:
     """The token dataset of `data.train` in `folder`: opened when its fingerprint fits, written anew otherwise.
 
     `facts` are the target's (`read_target_facts`). `meta` of the result holds `fingerprint`, `settings`, `report`
-    (a PrepareReport as a map) and `unused_special_ids`. Raises RequestError when no row can be used, when all or none
-    of the tokens would be supervised, and in strict mode at the first bad row.
+    (a PrepareReport as a map), `max_length`, `files` and `unused_special_ids`. The bytes are the same for any number of
+    `workers` (processes; None: as many as pay). Interrupted work goes on where it was. Raises RequestError when no row
+    can be used, when all or none of the tokens would be supervised, and in strict mode at the first bad row.
     """
     say = say or (lambda line: None)
-    maker = SampleMaker(tokenizer, int(facts["vocab_size"]), data.max_length)
+    maker = SampleMaker(tokenizer, int(facts["vocab_size"]), data.limit)
     settings = _settings(data, maker)
     fingerprint = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
-    found = _existing(folder, fingerprint)
-    if found is not None:
-        say(f"token dataset is up to date: {len(found)} samples in {folder}")
-        return found
-    meta: dict[str, Any] = {"fingerprint": fingerprint, "settings": settings}
-    dataset = write_dataset(folder, _samples(data, maker, facts, meta, say), meta)
+    with alone(folder, say):
+        found = _existing(folder, fingerprint)
+        if found is not None:
+            say(f"token dataset is up to date: {len(found)} samples in {folder}")
+            return found
+        spool = Spool(folder.with_name(f"{folder.name}.work"), fingerprint)
+        try:
+            report, files = spool_rows(data, maker, spool, workers or _workers(data), say)
+            meta = {"fingerprint": fingerprint, "settings": settings, "files": files}
+            dataset = _written(folder, spool, report, maker, facts["eos_token_id"], meta)
+        except RequestError:
+            spool.discard()
+            raise
+        except BaseException:
+            spool.close()  # to go on from its last saved state
+            raise
+        spool.discard()
     for line in describe(report_of(dataset)):
         say(line)
     return dataset
@@ -67,19 +76,6 @@ def prepare(
 def report_of(dataset: TokenDataset) -> PrepareReport:
     """The report that was made when the dataset was written."""
     return msgspec.convert(dataset.meta["report"], PrepareReport)
-
-
-def describe(report: PrepareReport) -> list[str]:
-    """The report as lines for a person."""
-    share = 100 * report.supervised_tokens / max(report.tokens, 1)
-    lines = [
-        f"{report.rows} rows: {report.kept} kept ({report.truncated} cut at max_length), "
-        f"{sum(report.skipped.values())} skipped",
-        f"{report.tokens} tokens, {report.supervised_tokens} supervised ({share:.1f} %)",
-    ]
-    for reason, count in sorted(report.skipped.items(), key=lambda entry: -entry[1]):
-        lines.append(f"  skipped {count}: {reason} (first: {report.examples[reason][0]})")
-    return lines
 
 
 def unused_special_ids(tokenizer: Any, vocab_size: int, seen: NDArray[np.bool_], end_ids: Any = None) -> list[int]:
@@ -95,52 +91,90 @@ def unused_special_ids(tokenizer: Any, vocab_size: int, seen: NDArray[np.bool_],
     return [token for token in candidates if token < vocab_size and token not in named and not seen[token]]
 
 
-def _samples(
-    data: DataConfig, maker: SampleMaker, facts: dict[str, Any], meta: dict[str, Any], say: Callable[[str], None]
-) -> Iterator[Sample]:
-    skips = Skips(data.strict)
+def _workers(data: DataConfig) -> int:
+    """Processes that pay for the data's size."""
+    paths = [source.path for source in data.train if not source.path.startswith(HUB)]
+    size = sum(file.stat().st_size for path in paths for file in source_files(path) if file.exists())
+    cores = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    return cores if size >= _BYTES_FOR_WORKERS or len(paths) < len(data.train) else 1
+
+
+def _written(
+    folder: Path, spool: Spool, report: PrepareReport, maker: SampleMaker, end_ids: Any, meta: dict[str, Any]
+) -> TokenDataset:
+    """The dataset out of a complete spool, with its report. Raises RequestError when it would be useless."""
+    tokens, mask, table = spool.read()
+    limit = maker.max_length or auto_length(mask, table[:, 0])
+    kept: list[int] = []
     seen = np.zeros(maker.vocab_size, dtype=np.bool_)
-    rows = kept = truncated = tokens = supervised = 0
-    for item in maker.items(data.train):
-        if kept == data.max_samples:
-            break
-        rows += 1
-        if rows % _PROGRESS_ROWS == 0:
-            say(f"prepare: {rows} rows, {kept} kept, {tokens} tokens")
-        if isinstance(item, tuple):
-            skips.add(item[0].place, item[1])
-            continue
-        try:
-            sample = maker.sample(item)
-        except SkipRow as skip:
-            skips.add(item.row.place, skip)
-            continue
-        kept += 1
-        truncated += sample.truncated
-        tokens += len(sample.ids)
-        supervised += int(sample.mask.sum())
-        seen[sample.ids] = True
-        yield sample.ids, sample.mask
-    _refuse_useless(rows, kept, tokens, supervised, skips)
-    meta["unused_special_ids"] = unused_special_ids(maker.tokenizer, maker.vocab_size, seen, facts["eos_token_id"])
-    meta["report"] = msgspec.to_builtins(
-        PrepareReport(
-            rows=rows,
-            kept=kept,
-            skipped=skips.counts,
-            examples=skips.examples,
-            truncated=truncated,
-            tokens=tokens,
-            supervised_tokens=supervised,
-        )
-    )
+    arrays: dict[str, NDArray[Any]] = {}
+
+    def cut() -> Iterator[Sample]:
+        for place, (whole_ids, whole_mask) in enumerate(samples_of(tokens, mask, table[:, 0])):
+            ids, flags = whole_ids[:limit], whole_mask[:limit]
+            if eligible_anchors(flags):
+                kept.append(place)
+                seen[ids] = True
+                report.supervised_tokens += int(np.count_nonzero(flags))
+                yield ids, flags
+        if maker.max_length is None:
+            _count_cut(report, limit, mask, table, kept, meta["files"])
+        arrays["places"] = table[kept, 1:3]
+        report.max_length = limit
+        report.lengths = length_histogram(np.minimum(table[kept, 0], limit))
+        _refuse_useless(report)
+        meta["report"] = msgspec.to_builtins(report)
+        meta["max_length"] = limit
+        meta["unused_special_ids"] = unused_special_ids(maker.tokenizer, maker.vocab_size, seen, end_ids)
+
+    return write_dataset(folder, cut(), meta, arrays)
 
 
-def _refuse_useless(rows: int, kept: int, tokens: int, supervised: int, skips: Skips) -> None:
-    if not kept:
-        why = "; ".join(f"{count} x {reason} ({skips.examples[reason][0]})" for reason, count in skips.counts.items())
-        raise RequestError(f"data.train: none of {rows} rows can be used: {why or 'the files are empty'}")
-    if supervised == tokens:
+def auto_length(mask: NDArray[np.uint8], lengths: NDArray[np.int64]) -> int:
+    """The least length, in whole multiples of 64, that keeps 98 % of the supervised tokens of `mask` `[T]`, samples of
+    `lengths` one behind the other; the longest sample's length where that is less."""
+    longest = int(lengths.max(initial=2))
+    supervised = np.zeros(longest, dtype=np.int64)
+    for _, flags in samples_of(mask, mask, lengths):
+        supervised[: len(flags)] += flags
+    sums = np.cumsum(supervised)
+    enough = int(np.searchsorted(sums, KEPT_BY_AUTO * sums[-1])) + 1
+    return min(-(-enough // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, longest)
+
+
+def _count_cut(
+    report: PrepareReport,
+    limit: int,
+    mask: NDArray[np.uint8],
+    table: NDArray[np.int64],
+    kept: list[int],
+    files: list[str],
+) -> None:
+    """Counts what a limit that was found last takes away: tokens, samples, and rows of which no sample is left."""
+    lengths = table[:, 0]
+    report.tokens = int(np.minimum(lengths[kept], limit).sum())
+    report.truncated = int(np.count_nonzero(lengths[kept] > limit))
+    report.cut_tokens = int(lengths.sum()) - report.tokens
+    report.cut_supervised_tokens = int(np.count_nonzero(mask)) - report.supervised_tokens
+    report.samples = len(kept)
+    rest = set(table[kept, 3].tolist())
+    for _, file, row, count in table[np.setdiff1d(np.arange(len(table)), kept)].tolist():
+        if count in rest:
+            add(report.left_out, "answer behind max_length")
+            continue
+        rest.add(count)
+        reason = "no two supervised tokens in a row within max_length"
+        add(report.skipped, reason)
+        report.examples.setdefault(reason, [f"{files[file]}:{row}"])
+        report.kept -= 1
+
+
+def _refuse_useless(report: PrepareReport) -> None:
+    if not report.kept:
+        counts = report.skipped.items()
+        why = "; ".join(f"{count} x {reason} ({report.examples[reason][0]})" for reason, count in counts)
+        raise RequestError(f"data.train: none of {report.rows} rows can be used: {why or 'the files are empty'}")
+    if report.supervised_tokens == report.tokens:
         raise RequestError(
             "data.train: 100 % of the tokens are supervised, prompts included; give loss masks that mark answers only"
         )
@@ -159,14 +193,10 @@ def _settings(data: DataConfig, maker: SampleMaker) -> dict[str, Any]:
 
 
 def source_settings(source: SourceConfig) -> dict[str, Any]:
-    """What decides the rows of a source, its content included. Raises RequestError when the file cannot be read."""
-    path = Path(source.path).expanduser()
-    try:
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise RequestError(f"[data] {path}: cannot be read: {error.strerror}") from None
-    return {"sha256": digest, "format": source.format, "thinking": source.thinking}
+    """What decides the rows of a source and what becomes of them, its content included. Raises RequestError when a
+    file cannot be read."""
+    settings: dict[str, Any] = {"sha256": source_digest(source.path), "format": source.format}
+    return settings | {"thinking": source.thinking, "turns": source.turns, "weight": source.weight}
 
 
 def _existing(folder: Path, fingerprint: str) -> TokenDataset | None:

@@ -7,34 +7,30 @@ import os
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from producer.config import DataConfig
+from producer.decoding import Decoding
 from producer.prepare import source_settings
-from producer.target import Target
+from producer.samples import SampleMaker
 from protocol.errors import RequestError
 from protocol.version import DRAFTWIRE_VERSION
 
 # Facts for the reader: another name of the same weights, or another release, is no other setting.
-_INFORMATIVE = ("model", "revision", "transformers", "draftwire")
+_INFORMATIVE = ("model", "revision", "transformers", "draftwire", "server")
 
 
-def provenance_of(
-    data: DataConfig, target: Target, tokenizer_id: str, *, weights: str, max_new_tokens: int, with_tokens: bool
-) -> dict[str, Any]:
-    """What decides the answers to `data.train`, JSON-ready. Raises RequestError when a data file cannot be read."""
+def provenance_of(data: DataConfig, maker: SampleMaker, decoding: Decoding, made_by: dict[str, Any]) -> dict[str, Any]:
+    """What decides the answers to `data.train`, JSON-ready; `made_by` tells the target's side of it. Raises
+    RequestError when a data file cannot be read."""
     return {
-        "model": target.facts["model"],
-        "revision": target.facts["revision"],
-        "weights": weights,
-        "tokenizer": tokenizer_id,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "max_new_tokens": max_new_tokens,
-        "max_length": data.max_length,
-        "decoding": "greedy",
-        "tokens": with_tokens,
+        **made_by,
+        "tokenizer": maker.tokenizer_id,
+        "max_new_tokens": decoding.max_new_tokens,
+        "max_length": maker.max_length,
+        "decoding": decoding.described() if decoding.sampling.temperature else "greedy",
+        "turns": decoding.turns,
+        "thinking": decoding.thinking,
+        "tokens": decoding.with_tokens,
         "data": [{"path": source.path, **source_settings(source)} for source in data.train],
-        "transformers": transformers.__version__,
         "draftwire": DRAFTWIRE_VERSION,
     }
 

@@ -1,9 +1,8 @@
-"""JSONL files row by row, so that one bad line costs one row and is named."""
+"""One row of a data file: where it stands, what it holds, and the count of those that cannot be used."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,9 @@ from typing import Any
 from protocol.errors import RequestError
 
 _BOM = b"\xef\xbb\xbf"
+
+# What a reader hands on: a line of a JSONL file as it is, or the value that a table or an array held.
+Payload = bytes | Any
 
 
 class SkipRow(Exception):
@@ -24,7 +26,7 @@ class SkipRow(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """Line `line` (1-based) of `path`: a JSON object, or why it is none."""
+    """Row `line` (1-based; the line in a JSONL file) of `path`: a JSON object, or why it is none."""
 
     path: Path
     line: int
@@ -36,33 +38,24 @@ class Row:
         return f"{self.path}:{self.line}"
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """Every row of a JSONL file, good or bad, in order.
-
-    A byte order mark, CRLF endings and blank lines are no fault; a blank line is no row. A line that is not UTF-8, not
-    JSON or not an object comes back with `bad` set. Raises RequestError when the file cannot be opened.
-    """
+def row_of(path: Path, number: int, payload: Payload) -> Row:
+    """The row that a reader found. A line that is not UTF-8, not JSON or not an object comes back with `bad` set."""
     try:
-        stream = path.open("rb")
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read: {error.strerror}; check the path under [data]") from None
-    with stream:
-        for number, raw in enumerate(stream, start=1):
-            line = raw.removeprefix(_BOM) if number == 1 else raw
-            if line.strip():
-                try:
-                    yield Row(path, number, _parse(line))
-                except SkipRow as bad:
-                    yield Row(path, number, {}, bad)
+        return Row(path, number, _parse(payload, number))
+    except SkipRow as bad:
+        return Row(path, number, {}, bad)
 
 
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise SkipRow("not UTF-8", f"byte {error.start}") from None
-    except (ValueError, RecursionError) as error:
-        raise SkipRow("not JSON", str(error)) from None
+def _parse(payload: Payload, number: int) -> dict[str, Any]:
+    value = payload
+    if isinstance(payload, bytes):
+        line = payload.removeprefix(_BOM) if number == 1 else payload
+        try:
+            value = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise SkipRow("not UTF-8", f"byte {error.start}") from None
+        except (ValueError, RecursionError) as error:
+            raise SkipRow("not JSON", str(error)) from None
     if not isinstance(value, dict):
         raise SkipRow("not a JSON object", f"it is a {type(value).__name__}")
     return value

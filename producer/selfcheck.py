@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from producer.checked import TapCheck
-from producer.compiled import compile_layers
+from producer.compiled import compile_target
 from producer.forward import one_batch
 from producer.taps import Taps
 from producer.target import Target
@@ -49,7 +49,7 @@ def self_check(target: Target, tap_ids: Sequence[int], samples: Samples, compile
         samples = [sample for sample, good in zip(samples, finite, strict=True) if good]
         alone = torch.cat([features for features, good in zip(by_itself, finite, strict=True) if good])
         if compiled:
-            compile_layers(target.layers[: max(tap_ids) + 1])
+            compile_target(target, max(tap_ids) + 1)
         without = compare(replace(target, padding_mask=False), taps, alone, samples)
         if all(check.sound for check in without):
             return False, without

@@ -15,10 +15,21 @@ class Resumed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     plan: PlanParams
 
 
+class PrepareArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `producer.prepare_alone` is told: the data, and the target whose tokens it becomes."""
+
+    target_dir: str
+    target: TargetConfig
+    data: DataConfig
+    dataset_dir: str
+
+
 class SetupArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ARGS.json holds. `device` is where the target runs for evaluation answers ("cpu", "cuda:0").
+    """What ARGS.json holds. `devices` is where the target runs for evaluation answers ("cpu", "cuda:0"), as many as
+    target.tensor_parallel says.
 
     `resumed`: set when there is a checkpoint, whose steps the dataset must still have.
+    `cache_dir`: a cache in which what needs the target is kept as well; `cached_only`: it must come from there.
     `init_layers`: how many of the target's last layers a drafter starts from (0: none, it starts at random).
     """
 
@@ -30,6 +41,8 @@ class SetupArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     taps: tuple[int, ...]
     eval_prompts: int
     eval_max_new_tokens: int
-    device: str = "cpu"
+    devices: tuple[str, ...] = ("cpu",)
     resumed: Resumed | None = None
     init_layers: int = 0
+    cache_dir: str | None = None
+    cached_only: bool = False

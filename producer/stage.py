@@ -7,10 +7,9 @@ host, and the host waits for nothing but the end of a copy.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -22,8 +21,6 @@ from protocol.pinning import pinned
 
 # One is copied out while the other is filled.
 BUFFERS = 2
-
-log = logging.getLogger(__name__)
 
 
 class Filled(Protocol):
@@ -82,18 +79,12 @@ def make_stage(target: Target, slot_bytes: int, width: int) -> Stage:
     return DeviceStage(target.device, slot_bytes // (width * target.dtype.itemsize), width, target.dtype)
 
 
-@contextmanager
-def pinned_arena(arena: Arena, device: torch.device) -> Iterator[None]:
-    """While open, the GPU copies into the ring by itself; says so when it cannot. Nothing on a CPU."""
+def pinned_arena(arena: Arena, device: torch.device) -> AbstractContextManager[None]:
+    """While open, the GPU copies into the ring by itself. Nothing on a CPU."""
     if device.type == "cpu":
-        yield
-        return
-    with pinned(torch.cuda.cudart(), *arena.location) as done:  # type: ignore[no-untyped-call]
-        if not done:
-            log.warning("the ring cannot be pinned: CUDA refuses %d bytes; copies will be slower", arena.location[1])
-            with suppress(RuntimeError):  # the error would come up again in the next kernel's name
-                torch.zeros(1, device=device)
-        yield
+        return nullcontext()
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return pinned(cudart, *arena.location, "the ring", lambda: torch.zeros(1, device=device))
 
 
 class Copying:

@@ -45,6 +45,9 @@ class Taps:
             self._counts[place] += 1
             if self._counts[place] == 1:
                 width = hidden.shape[-1]
+                if width * len(self.ids) != self._out.shape[1]:
+                    expected = self._out.shape[1] // len(self.ids)
+                    raise RunError(f"tap {self.ids[place]}: the layer's output is {width} wide, not {expected}")
                 picked = hidden.detach().reshape(-1, width).index_select(0, self._rows)
                 self._out[:, place * width : (place + 1) * width].index_copy_(0, self._to, picked)
             if self.ids[place] == max(self.ids):
@@ -85,3 +88,20 @@ class Taps:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def ending_behind(layers: nn.ModuleList, last: int | None) -> Iterator[None]:
+    """While open, a forward pass ends behind layer `last`, as one that is tapped there does; None: it does not."""
+
+    def end(module: nn.Module, inputs: Any, output: Any) -> None:
+        raise _Enough
+
+    handle = None if last is None else layers[last].register_forward_hook(end)
+    try:
+        yield
+    except _Enough:
+        pass
+    finally:
+        if handle is not None:
+            handle.remove()

@@ -6,16 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import nn
 
 from producer.config import TargetConfig
 from producer.locate import feature_dtype, read_target_facts
+from producer.mirror import ALONE, Mirror, Pass
 from producer.precision import check_precision, quantisation
 from producer.quiet import hush
-from protocol.errors import RequestError
+from protocol.errors import RequestError, RunError
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Target:
 
     `model` is the whole causal LM (for generation), `text` the decoder stack without the head, `layers` its decoder
     layers, `embedding` and `head` the modules that hold the weights `[V, H]`. `facts` is `read_target_facts`.
-    `padding_mask`: whether batches with padding need their mask (producer/selfcheck.py).
+    `padding_mask`: whether batches with padding need their mask (producer/selfcheck.py). Of a target that is divided
+    over several ranks, each holds its part of the weights, and `mirror` has the others run what this one runs.
     """
 
     model: Any
@@ -36,17 +40,19 @@ class Target:
     dtype: torch.dtype
     device: torch.device
     padding_mask: bool = True
+    mirror: Mirror = ALONE
 
 
 def load_target(folder: Path, config: TargetConfig, device: str) -> Target:
-    """The target out of the local model `folder` on `device` ("cpu", "cuda:0").
+    """The target out of the local model `folder` on `device` ("cpu", "cuda:0"); of a divided one the part of this rank,
+    which has joined its group (`producer.ranks`).
 
     Raises RequestError when transformers does not know the architecture, when the weights are quantised in a way that
     would not run here as it is served, when the checkpoint lacks tensors (they would silently be random), or when
     decoder layers, embedding or output head cannot be told apart.
     """
     hush()
-    check_precision(folder, device)
+    check_precision(folder, device, _capability(device))
     facts = read_target_facts(folder)
     options: dict[str, Any] = {
         "dtype": getattr(torch, feature_dtype(config, facts, device)),
@@ -57,6 +63,10 @@ def load_target(folder: Path, config: TargetConfig, device: str) -> Target:
     }
     if quantisation(folder):
         options["device_map"] = {"": device}  # packed weights are laid out for their device while they are loaded
+    if config.tensor_parallel > 1:
+        from transformers.distributed.configuration_utils import DistributedConfig  # who needs one GPU does without it
+
+        options["distributed_config"] = DistributedConfig(tp_size=config.tensor_parallel)
     text_model: Any = transformers.AutoModelForCausalLM
     multimodal: Any = transformers.AutoModelForImageTextToText
     try:
@@ -73,6 +83,11 @@ def load_target(folder: Path, config: TargetConfig, device: str) -> Target:
         extra = ", ".join(sorted(info["unexpected_keys"])[:8]) or "none"
         raise RequestError(f"{folder}: the checkpoint lacks {', '.join(absent[:8])}; tensors without a place: {extra}")
     return as_target(model.to(device), facts)
+
+
+def _capability(device: str) -> tuple[int, int] | None:
+    known = device.startswith("cuda") and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device) if known else None
 
 
 def as_target(model: Any, facts: dict[str, Any]) -> Target:
@@ -104,13 +119,35 @@ def _decoder(model: nn.Module, embedding: nn.Module, count: int) -> tuple[nn.Mod
     return found[-1]
 
 
-def run_text(target: Target, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
-    """One forward pass of the decoder stack, `[B, S]` int64 ids and mask (None: none): no head, cache or graph.
+def run_text(
+    target: Target, input_ids: NDArray[np.int64], attention_mask: NDArray[np.int64] | None, last: int | None = None
+) -> None:
+    """One forward pass of the decoder stack, `[B, S]` ids and mask (None: none): no head, cache or graph.
 
-    What it computes is read through taps; the result itself is not needed.
+    What it computes is read through taps; the result itself is not needed. `last` is the layer at which taps end the
+    pass, for the other ranks of a divided target. They would wait for ever for one that ran out of memory in the
+    middle, so that is a RunError there, and otherwise a torch.OutOfMemoryError.
     """
-    with torch.inference_mode():
-        target.text(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+    ids = on_device(input_ids, target.device)
+    mask = None if attention_mask is None else on_device(attention_mask, target.device)
+    mask_bytes = None if attention_mask is None else attention_mask.tobytes()
+    target.mirror.tell(Pass(len(input_ids), input_ids.tobytes(), mask_bytes, last))
+    try:
+        with torch.inference_mode():
+            target.text(input_ids=ids, attention_mask=mask, use_cache=False)
+    except torch.OutOfMemoryError as error:
+        if target.mirror is ALONE:
+            raise
+        raise RunError(
+            f"out of memory in a pass over {input_ids.shape[0]} x {input_ids.shape[1]} tokens, which the ranks of a "
+            f"divided target cannot halve: lower train.microbatch_tokens or data.max_length ({error})"
+        ) from None
+
+
+def on_device(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """The array on the device; a copy to a GPU is only enqueued."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def stop_ids(target: Target, tokenizer: Any) -> frozenset[int]:

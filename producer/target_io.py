@@ -7,18 +7,22 @@ weights.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from producer.target import Target, run_text
+from producer.whole import whole
 from protocol.errors import RequestError
 from protocol.files import open_to_others
 
@@ -28,8 +32,9 @@ _SCALE_TOLERANCE = 0.005
 
 def write_target_io(path: Path, target: Target, fingerprint: str) -> None:
     """Writes the file in one rename. Raises RequestError for a head that a weight matrix alone does not describe."""
-    embedding: torch.Tensor = target.embedding.weight  # type: ignore[assignment]
-    head: torch.Tensor = target.head.weight  # type: ignore[assignment]
+    embedding = whole(target, target.embedding.weight)  # type: ignore[arg-type]
+    shares = target.head.weight is target.embedding.weight
+    head = embedding if shares else whole(target, target.head.weight)  # type: ignore[arg-type]
     if getattr(target.head, "bias", None) is not None:
         raise RequestError(f"{target.facts['model']}: its output head has a bias, which drafters cannot share")
     if embedding.shape != head.shape:
@@ -41,15 +46,16 @@ def write_target_io(path: Path, target: Target, fingerprint: str) -> None:
     config = {
         **target.facts,
         "vocab_size": embedding.shape[0],
-        "input_embedding_scale": embedding_scale(target),
+        "input_embedding_scale": embedding_scale(target, embedding),
         "dtype": str(target.dtype).removeprefix("torch."),
     }
     metadata = {"config": json.dumps(config), "fingerprint": fingerprint, "tied": "true" if tied else "false"}
     save_atomically(path, tensors, metadata)
 
 
-def embedding_scale(target: Target) -> float:
-    """The factor between embedding rows and what enters decoder layer 0: sqrt(H) for Gemma-like targets, else 1.0.
+def embedding_scale(target: Target, embedding: torch.Tensor) -> float:
+    """The factor between rows of `embedding` `[V, H]` and what enters decoder layer 0: sqrt(H) for Gemma-like targets,
+    else 1.0.
 
     Measured on the model rather than looked up by its name. A layer input that is no multiple of the embedding
     (learned positions are added, say) has no such factor, and counts as 1.0.
@@ -59,13 +65,13 @@ def embedding_scale(target: Target) -> float:
     def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entered.append((args[0] if args else kwargs["hidden_states"]).detach().double().flatten().cpu())
 
-    ids = torch.arange(min(8, int(target.facts["vocab_size"])), device=target.device)[None, :]
+    ids = np.arange(min(8, int(target.facts["vocab_size"])))[None, :]
     handle = target.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        run_text(target, ids, torch.ones_like(ids))
+        run_text(target, ids, np.ones_like(ids))
     finally:
         handle.remove()
-    rows = torch.nn.functional.embedding(ids[0], target.embedding.weight).double().flatten().cpu()  # type: ignore[arg-type]
+    rows = embedding[: ids.size].double().flatten().cpu()
     size = float(rows @ rows)
     scale = float(rows @ entered[0]) / size if size else 1.0
     off = float((entered[0] - scale * rows).norm()) / max(float(entered[0].norm()), 1e-30)
@@ -84,7 +90,9 @@ def save_atomically(path: Path, tensors: dict[str, torch.Tensor], metadata: Mapp
         try:
             save_file(tensors, part, metadata=dict(metadata))
         except SafetensorError as error:  # a full disk, mostly, which is no OSError there
-            raise OSError(f"{path}: {error}") from error
+            number = re.search(r"os error (\d+)", str(error))
+            code = int(number[1]) if number else errno.EIO
+            raise OSError(code, str(error), str(path)) from error
         open_to_others(part)
         with part.open("rb") as stream:
             os.fsync(stream.fileno())

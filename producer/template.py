@@ -1,21 +1,12 @@
-"""Conversations to token ids and loss masks through the target's own chat template.
+"""The target's own chat template: conversations as text, with tools and the thinking switch, as a server renders them.
 
-The ids are exactly those of one whole-conversation render, as a serving engine makes them. The mask is found by
-rendering beginnings of the conversation with and without the generation prompt, and mapped to tokens through their
-character offsets; text is never searched for, so answers may repeat and content may quote the template's own markers.
-
-Supervised: the text of every assistant turn (reasoning and tool calls included) and its end token. Not supervised:
-everything that the generation prompt supplies, an empty reasoning block of non-thinking prompts included, and the
-white space that a template writes after the end token. Marks such as `{% generation %}` are not needed.
-
-A conversation whose last answer was cut by a token limit ends with that answer's text: what the template writes behind
-it, the end token first of all, was never said.
+Which characters of a text are learned is decided in turns.py, which tokens in masks.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +14,27 @@ import numpy as np
 import transformers
 from jinja2 import TemplateError
 from numpy.typing import NDArray
+from transformers.utils import chat_template_utils
 
 from producer.chat import Conversation, Message
 from producer.config import Thinking
 from producer.quiet import hush
 from producer.rows import SkipRow
+from producer.tagged import Shows
 from protocol.errors import RequestError
 
 # Stands for a turn's text in renders that only look for borders; no data contains it.
 SENTINEL = "\ufdd0draftwire-border\ufdd1"
 _THINKING_OFF = {"enable_thinking": False, "thinking": False}
-
-
-@dataclass(frozen=True)
-class Tokenised:
-    """Token ids int32 `[L]` and loss mask uint8 `[L]`; `truncated` when the conversation was longer."""
-
-    ids: NDArray[np.int32]
-    mask: NDArray[np.uint8]
-    truncated: bool
+# What a template's text says about the name that it has for reasoning.
+_REASONING_KEYS = (
+    ("reasoning_content", "reasoning_content"),
+    ("message.thinking", "thinking"),
+    ("message['thinking']", "thinking"),
+    ("message.reasoning", "reasoning"),
+    ("message['reasoning']", "reasoning"),
+)
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -67,11 +60,81 @@ class Template:
         self.tokenizer = tokenizer
         self.thinking = thinking
         self._options = _THINKING_OFF if thinking == "off" else {}
-        self._has_switch = any(name in str(tokenizer.chat_template) for name in _THINKING_OFF)
+        text = str(tokenizer.chat_template)
+        # gpt-oss calls reasoning `thinking`, others `reasoning_content` or `reasoning`.
+        self._reasoning_key = next((key for sign, key in _REASONING_KEYS if sign in text), "reasoning_content")
         added = tokenizer.added_tokens_decoder.values()
         named = {token.content for token in added if token.special} | set(tokenizer.special_tokens_map.values())
-        self._specials = tuple(sorted((name for name in named if isinstance(name, str)), key=len, reverse=True))
-        self._border_end = self._end_between_turns()
+        self.specials = tuple(sorted((name for name in named if isinstance(name, str)), key=len, reverse=True))
+        self.marked = _MARK.search(text) is not None
+        self._named_tokens = dict(tokenizer.special_tokens_map)
+        self._compiled: Any = None
+        self._compiled = self._compile()
+        self._off_supplies = self._supplied_when_off() if thinking == "keep" else None
+
+    def shows(self) -> Shows:
+        """Which parts of a conversation this template has a place for, found by trying."""
+        call = {"type": "function", "function": {"name": SENTINEL, "arguments": {}}}
+        question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+        tool = {"type": "function", "function": {"name": SENTINEL, "description": "d", "parameters": {}}}
+        return Shows(
+            reasoning=self._tried([question, {**answer, "reasoning_content": SENTINEL}]),
+            calls=self._tried([question, {**answer, "content": "", "tool_calls": [call]}]),
+            tools=self._tried([question], [tool]),
+        )
+
+    def _tried(self, messages: list[Message], tools: Sequence[dict[str, Any]] = ()) -> bool:
+        try:
+            return SENTINEL in self.render(messages, tools)
+        except SkipRow:
+            return False
+
+    def _supplied_when_off(self) -> str | None:
+        """What the generation prompt supplies beyond its usual end when thinking is off: an empty reasoning block, say.
+        "" when it supplies nothing; None when the two prompts differ otherwise and must be rendered each time."""
+        if not any(name in str(self.tokenizer.chat_template) for name in _THINKING_OFF):
+            return ""
+        question = [{"role": "user", "content": "q"}]
+        try:
+            asked = self.render(question, ask=True)
+            off = self.render(question, ask=True, options=_THINKING_OFF)
+        except SkipRow:
+            return None
+        return off.removeprefix(asked) if off.startswith(asked) else None
+
+    def prompt_ends(self, conversation: Conversation, turn: int, text: str) -> int | None:
+        """Where in `text` the generation prompt of an assistant turn ends: behind everything that either thinking mode
+        supplies. None when `text` does not begin with that prompt."""
+        before, tools = conversation.messages[:turn], conversation.tools
+        asked = self.render(before, tools, ask=True)
+        fits = len(asked) if text.startswith(asked) else None
+        if self.thinking != "keep":
+            return fits
+        if self._off_supplies is not None:
+            supplied = fits is not None and text.startswith(self._off_supplies, fits)
+            return len(self._off_supplies) + fits if fits is not None and supplied else fits
+        off = self.render(before, tools, ask=True, options=_THINKING_OFF)
+        return max(fits or 0, len(off)) if text.startswith(off) else fits
+
+    def marked_spans(self, conversation: Conversation) -> list[tuple[int, int]]:
+        """The character spans that the template itself marks with `{% generation %}`."""
+        render: Any = chat_template_utils.render_jinja_template
+        spans: list[list[tuple[int, int]]]
+        _, spans = render(
+            [[self._dressed(message) for message in conversation.messages]],
+            tools=list(conversation.tools) or None,
+            chat_template=self.tokenizer.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+            **self._options,
+        )
+        return [(int(start), int(end)) for start, end in spans[0]]
+
+    def _dressed(self, message: Message) -> Message:
+        if "reasoning_content" not in message or self._reasoning_key == "reasoning_content":
+            return message
+        rest = {key: value for key, value in message.items() if key != "reasoning_content"}
+        return {**rest, self._reasoning_key: message["reasoning_content"]}
 
     def render(
         self,
@@ -83,35 +146,53 @@ class Template:
     ) -> str:
         """The conversation as text; with `ask` the generation prompt follows. Raises SkipRow when the template
         refuses it (a system role it does not know, an order it does not allow)."""
+        options = self._options if options is None else options
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=ask,
-                **(self._options if options is None else options),
-            )
+            if self._compiled is not None and not any("reasoning_content" in message for message in messages):
+                return self._directly(messages, tools, ask, options)
+            return self._by_the_library(messages, tools, ask, options)
         except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
             raise SkipRow("template refuses the conversation", (str(error).splitlines() or ["?"])[0]) from None
+
+    def _by_the_library(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], ask: bool, options: dict[str, Any]
+    ) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            [self._dressed(message) for message in messages],
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=ask,
+            **options,
+        )
         return text
 
-    def tokenise(self, conversation: Conversation, max_length: int) -> Tokenised:
-        """Ids and mask of a conversation, its first `max_length` tokens. Raises SkipRow with the reason.
+    def _directly(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], ask: bool, options: dict[str, Any]
+    ) -> str:
+        """What the library renders, without the copies that it makes of everything on the way: twice as fast."""
+        return str(
+            self._compiled.render(
+                messages=list(messages),
+                tools=list(tools) or None,
+                documents=None,
+                add_generation_prompt=ask,
+                **self._named_tokens,
+                **options,
+            )
+        )
 
-        A cut answer keeps its tokens up to the cut supervised; its end token lies behind the cut, so a cut answer
-        is never learned as ended.
-        """
-        if conversation.cut:
-            conversation = _through_last_answer(conversation)
-        text = self.render(conversation.messages, conversation.tools)
-        spans = self.answer_spans(conversation, text)
-        if conversation.cut:
-            text = text[: self._text_end(conversation, text)]
-            spans = [*spans[:-1], (spans[-1][0], len(text))]
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = np.asarray(encoded["input_ids"], dtype=np.int32)
-        mask = self._token_mask(text, ids, encoded["offset_mapping"], spans)
-        return Tokenised(ids[:max_length], mask[:max_length], len(ids) > max_length)
+    def _compile(self) -> Any:
+        """The library's own compiled template, where it is one text and gives what the library gives."""
+        compiler = getattr(chat_template_utils, "_compile_jinja_template", None)
+        if compiler is None or not isinstance(self.tokenizer.chat_template, str):
+            return None
+        self._compiled = compiler(self.tokenizer.chat_template)
+        turns = [{"role": "user", "content": " q\n"}, {"role": "assistant", "content": " a\n"}]
+        for ask in (False, True):
+            shown = [_outcome(way, turns[: 1 if ask else 2], ask) for way in (self._directly, self._by_the_library)]
+            if shown[0] != shown[1]:
+                return None
+        return self._compiled
 
     def prompt_ids(self, conversation: Conversation) -> NDArray[np.int32]:
         """Ids of a conversation followed by the generation prompt, int32 `[P]`: what a server would feed the target."""
@@ -141,97 +222,10 @@ class Template:
             return plain
         return {"role": "assistant", "content": content, "reasoning_content": reasoning}
 
-    def answer_spans(self, conversation: Conversation, text: str) -> list[tuple[int, int]]:
-        """Character spans `[start, end)` of `text` (the whole render) that are supervised, one per assistant turn."""
-        messages = conversation.messages
-        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = []
-        for turn in turns:
-            start = self._start(conversation, turn, text)
-            end = self._end(conversation, turn, text, start)
-            written = text[start:end].rstrip()
-            spans.append((start, start + len(written) if written.endswith(self._specials) else end))
-        return spans
 
-    def _start(self, conversation: Conversation, turn: int, text: str) -> int:
-        before, tools = conversation.messages[:turn], conversation.tools
-        # A prompt of the other thinking mode counts too: an empty reasoning block that it supplies is no answer.
-        switches = [self._options, _THINKING_OFF] if self._has_switch and self.thinking == "keep" else [self._options]
-        asked = [self.render(before, tools, ask=True, options=options) for options in switches] if before else [""]
-        fitting = [len(prompt) for prompt in asked if text.startswith(prompt)]
-        if fitting and before:
-            return max(fitting)
-        # The template shows these turns differently once later ones follow: look where the text of this one begins.
-        return self._border(conversation, turn, len(conversation.messages), text)
-
-    def _end(self, conversation: Conversation, turn: int, text: str, start: int) -> int:
-        messages = conversation.messages
-        if turn == len(messages) - 1:
-            return len(text)
-        closed = self.render(messages[: turn + 1], conversation.tools)
-        if len(closed) > start and text.startswith(closed):
-            return len(closed)
-        # Between here and the text of the next turn stand this answer, its end token and the next turn's header, so
-        # the last end token there is the template's own whatever the answer quotes.
-        border = self._border(conversation, turn + 1, turn + 2, text)
-        place = text.rfind(self._border_end, start, border) if self._border_end else -1
-        if place < 0:
-            raise SkipRow("no mask can be derived from the chat template", f"turn {turn} has no visible end")
-        return place + len(self._border_end)
-
-    def _text_end(self, conversation: Conversation, text: str) -> int:
-        """Where in `text` the last turn's own text ends, from what the template writes behind a sentinel."""
-        last = conversation.messages[-1]
-        part = "content" if last["content"] else "reasoning_content"
-        rendered = self.render([*conversation.messages[:-1], {**last, part: SENTINEL}], conversation.tools)
-        _, found, behind = rendered.rpartition(SENTINEL)
-        if not found or not text.endswith(behind):
-            raise SkipRow("no mask can be derived from the chat template", "the cut answer has no visible end")
-        return len(text) - len(behind)
-
-    def _border(self, conversation: Conversation, turn: int, until: int, text: str) -> int:
-        """Where in `text` the content of a turn begins, from a render in which a sentinel stands for it."""
-        marked = [*conversation.messages[:until]]
-        marked[turn] = {**marked[turn], "content": SENTINEL}
-        rendered = self.render(marked, conversation.tools)
-        border = rendered.find(SENTINEL)
-        if border < 0 or not text.startswith(rendered[:border]):
-            raise SkipRow("no mask can be derived from the chat template", f"turn {turn} has no visible border")
-        return border
-
-    def _end_between_turns(self) -> str:
-        """The special token that the template writes after an answer when another turn follows, "" if there is none."""
-        turns = [("user", "q"), ("assistant", SENTINEL), ("user", SENTINEL)]
-        try:
-            text = self.render([{"role": role, "content": content} for role, content in turns])
-        except SkipRow:
-            return ""
-        after = text.partition(SENTINEL)[2].lstrip()
-        return next((name for name in self._specials if after.startswith(name)), "")
-
-    def _token_mask(
-        self, text: str, ids: NDArray[np.int32], offsets: Sequence[tuple[int, int]], spans: list[tuple[int, int]]
-    ) -> NDArray[np.uint8]:
-        bounds = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-        starts, ends = bounds[:, 0], bounds[:, 1]
-        mask = np.zeros(len(ids), dtype=np.uint8)
-        for start, end in spans:
-            # Byte-level tokenizers trim blanks off the offsets, so a token of blanks has no width.
-            inside = (ends > start) & (ends <= end) & ((starts >= start) | (starts == ends))
-            first = int(np.argmax(inside)) if inside.any() else -1
-            if first > 0 and self._reaches_back(text, int(ids[first]), int(ends[first - 1]), int(starts[first]), start):
-                inside[first] = False
-            mask[inside] = 1
-        return mask
-
-    def _reaches_back(self, text: str, token: int, previous_end: int, token_start: int, start: int) -> bool:
-        """Whether a token also covers blanks before `start`: a prompt that ends there would be tokenised otherwise."""
-        if previous_end >= start or text[previous_end:token_start].strip():
-            return False
-        return str(self.tokenizer.convert_ids_to_tokens(token)).startswith(("\u0120", "\u2581"))
-
-
-def _through_last_answer(conversation: Conversation) -> Conversation:
-    roles = [message["role"] for message in conversation.messages]
-    behind = len(roles) - roles[::-1].index("assistant")
-    return Conversation(conversation.messages[:behind], conversation.tools, conversation.cut)
+def _outcome(way: Callable[..., str], messages: list[Message], ask: bool) -> str | None:
+    """What a way of rendering makes of messages; None when the template refuses them."""
+    try:
+        return way(messages, (), ask, {})
+    except (TemplateError, TypeError, KeyError, ValueError, AttributeError):
+        return None

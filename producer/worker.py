@@ -9,27 +9,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from producer.assignments import Assignments
-from producer.compiled import compile_and_warm_up
-from producer.config import TargetConfig
-from producer.fill import Features, fill
+from producer.fill import fill
 from producer.finisher import Finisher
 from producer.forward import Unwanted
+from producer.lease_layout import Features
 from producer.outlet import ArenaOutlet, ChunkOutlet, Outlet, nack
+from producer.ready import ready_target
 from producer.stage import Stage, make_stage, pinned_arena
 from producer.taps import Taps
-from producer.target import Target, load_target
+from producer.target import Target
 from protocol.arena import Arena
 from protocol.child import run_child
 from protocol.errors import RunError
-from protocol.job import Job, read_job, read_section, run_token
-from protocol.messages import Lease, Nack, Stop, Want
+from protocol.job import Job, read_job, run_token
+from protocol.messages import TAKEN_BACK, Lease, Nack, Stop, Want
 from protocol.peer import Peer, hello
 
 
@@ -74,10 +73,12 @@ class Producer:
             goes_on = partial(self._goes_on, lease)
             filled, halved = fill(self._target, self._taps, lease, room, self._job, self._stage, goes_on)
         except Unwanted:
-            return nack(lease, "taken back", retryable=True)
+            return nack(lease, TAKEN_BACK, retryable=True)
         except torch.OutOfMemoryError as error:
             # Even one sample alone did not fit, and will not the next time either.
-            return nack(lease, f"out of memory: {error}", retryable=False)
+            advice = "lower data.max_length, or give the producers GPUs of their own (gpus.split)"
+            first_line = str(error).partition("\n")[0].partition(". ")[0]
+            return nack(lease, f"out of memory with one sample alone: {advice}; {first_line}", retryable=False)
         self._finisher.submit(lease, room, filled, halved)
         return None
 
@@ -90,17 +91,7 @@ class Producer:
 def main(run_dir: Path, index: int, ring_fd: int | None) -> None:
     """Raises RunError when the coordinator is lost."""
     job = read_job(run_dir)
-    device = job.producers[index]
-    if device != "cpu":
-        torch.cuda.set_device(device)
-        if job.producer_bytes:
-            total_bytes = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(job.producer_bytes / total_bytes, device)
-    config = read_section(run_dir, "target", TargetConfig)
-    target = replace(load_target(Path(job.target_dir), config, device), padding_mask=job.padding_mask)
-    with Taps(target.layers, job.taps) as taps:
-        if config.compiles_on(device):
-            compile_and_warm_up(target, taps)
+    with ready_target(run_dir, job, index) as (target, taps):
         reason = _serve(run_dir, job, index, ring_fd, target, taps)
     if reason != "done":
         raise RunError(reason)

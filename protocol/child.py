@@ -7,11 +7,14 @@ raises on purpose into one line and an exit code.
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from protocol.errors import DraftwireError, FinalError, RequestError
 
@@ -20,6 +23,8 @@ ERROR_PREFIX = "error: "
 WRONG_REQUEST, FAILED_FOR_GOOD = 2, 3
 LAUNCHER_VARIABLE = "DRAFTWIRE_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
+# A full disk and a full quota are the machine's, and a traceback would add nothing.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def run_child(name: str, body: Callable[[], None]) -> None:
@@ -35,16 +40,23 @@ def run_child(name: str, body: Callable[[], None]) -> None:
     try:
         body()
     except (DraftwireError, OSError) as error:
-        if isinstance(error, OSError):
+        full = isinstance(error, OSError) and error.errno in _FULL
+        if isinstance(error, OSError) and not full:
             logging.exception("unexpected, but it may be the machine's and not ours")
-        print(f"{ERROR_PREFIX}{error}", flush=True)
-        sys.exit(
-            WRONG_REQUEST
-            if isinstance(error, RequestError)
-            else FAILED_FOR_GOOD
-            if isinstance(error, FinalError)
-            else 1
-        )
+        print(f"{ERROR_PREFIX}{'there is no room left to write to: ' if full else ''}{error}")
+        _leave(_exit_code(error))
+    except Exception:
+        traceback.print_exc()
+        _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends without the interpreter's own end: threads that are still at work in C++ by then would abort it, and the
+    launcher would see SIGABRT where the code says why."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _exit_code(error: DraftwireError | OSError) -> int:
@@ -57,9 +69,12 @@ def _exit_code(error: DraftwireError | OSError) -> int:
 
 
 def _die_with_parent() -> None:
-    """Asks the kernel to kill this process when its launcher dies, however that happens."""
     # Not getppid() by itself: a launcher that died while this process imported torch is no longer its parent.
-    parent = int(os.environ.get(LAUNCHER_VARIABLE) or os.getppid())
+    die_with(int(os.environ.get(LAUNCHER_VARIABLE) or os.getppid()))
+
+
+def die_with(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent, which has the id `parent`, dies, however that happens."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the request was made
         os.kill(os.getpid(), signal.SIGKILL)

@@ -14,6 +14,8 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A step boundary. `epoch` is that of `next_step`; after the last epoch's last step it is the number of epochs.
 
     `quarantined` maps sample ids, as JSON keys, to reasons. Everything from `next_step` on is planned without them.
+    `microbatch_tokens` and `microbatch_draft_tokens` are the plan's bounds of a block; 0: not recorded.
+    `trained_s` counts towards train.max_hours; from `cooldown_step` on the rate falls, if that was ordered.
     """
 
     epoch: int
@@ -23,6 +25,10 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     quarantined: dict[str, str] = {}
     samples_trained: int = 0
     tokens_trained: int = 0
+    microbatch_tokens: int = 0
+    microbatch_draft_tokens: int = 0
+    trained_s: float = 0.0
+    cooldown_step: int | None = None
 
     @property
     def quarantined_samples(self) -> dict[int, str]:
@@ -39,7 +45,13 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 def cursor_at(
-    plan: Plan, next_step: int, quarantined: dict[int, str], samples_trained: int, tokens_trained: int
+    plan: Plan,
+    next_step: int,
+    quarantined: dict[int, str],
+    samples_trained: int,
+    tokens_trained: int,
+    trained_s: float = 0.0,
+    cooldown_step: int | None = None,
 ) -> Cursor:
     """The cursor of a checkpoint taken before `next_step`, which may be the end of the plan."""
     return Cursor(
@@ -50,6 +62,10 @@ def cursor_at(
         quarantined={str(sample): quarantined[sample] for sample in sorted(quarantined)},
         samples_trained=samples_trained,
         tokens_trained=tokens_trained,
+        microbatch_tokens=plan.params.microbatch_tokens,
+        microbatch_draft_tokens=plan.params.microbatch_draft_tokens,
+        trained_s=trained_s,
+        cooldown_step=cooldown_step,
     )
 
 

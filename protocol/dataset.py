@@ -5,6 +5,8 @@
     offsets.npy   int64 [n + 1], sample i is tokens[offsets[i] : offsets[i + 1]]
     anchors.npy   int32 [n], how many anchors sample i could take
     meta.json     fingerprint, settings and counts
+    places.npy    where `prepare` wrote it: int64 [n, 2], the file (by its place in meta's `files`) and the row of each
+                  sample
 
 An anchor is eligible at position a when tokens a and a + 1 are both supervised.
 """
@@ -15,6 +17,7 @@ import errno
 import json
 import os
 import shutil
+from array import array
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -82,19 +85,22 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     return np.memmap(path, dtype, mode="r", shape=(count,))
 
 
-def write_dataset(folder: Path, samples: Iterable[Sample], meta: dict[str, Any]) -> TokenDataset:
-    """Writes `samples` (token ids int32 `[L]`, mask uint8 `[L]`) to `folder` and opens it.
+def write_dataset(
+    folder: Path, samples: Iterable[Sample], meta: dict[str, Any], arrays: dict[str, NDArray[Any]] | None = None
+) -> TokenDataset:
+    """Writes `samples` (token ids int32 `[L]`, mask uint8 `[L]`) to `folder` and opens it. `arrays` become NAME.npy.
 
-    `meta` must hold `fingerprint`; it is written after the last sample was drawn, so an iterator may fill it on its
-    way. `samples`, `tokens`, `supervised_tokens` and `eligible_anchors` are added. The folder appears complete or not
-    at all: everything is written beside it and renamed, and a reader of an older version keeps its mapped files.
+    `meta` must hold `fingerprint`; it and `arrays` are written after the last sample was drawn, so an iterator may
+    fill them on its way. `samples`, `tokens`, `supervised_tokens` and `eligible_anchors` are added. The folder appears
+    complete or not at all: everything is written beside it and renamed, and a reader of an older version keeps its
+    mapped files.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = folder.with_name(f"{folder.name}.part-{os.getpid()}")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    offsets, supervised = [0], 0
-    anchors: list[int] = []
+    offsets, supervised = array("q", [0]), 0
+    anchors = array("i")
     try:
         with (part / "tokens.bin").open("wb") as tokens_file, (part / "mask.bin").open("wb") as mask_file:
             for tokens, mask in samples:
@@ -107,6 +113,8 @@ def write_dataset(folder: Path, samples: Iterable[Sample], meta: dict[str, Any])
                 supervised += int(mask.sum())
         np.save(part / "offsets.npy", np.asarray(offsets, dtype=np.int64))
         np.save(part / "anchors.npy", np.asarray(anchors, dtype=np.int32))
+        for name, values in (arrays or {}).items():
+            np.save(part / f"{name}.npy", values)
         counts = {"samples": len(anchors), "tokens": offsets[-1], "supervised_tokens": supervised}
         whole = {**meta, **counts, "eligible_anchors": sum(anchors)}
         (part / META).write_text(json.dumps(whole, indent=1) + "\n")

@@ -9,13 +9,16 @@ from msgspec import Struct
 
 STOP = "stop"
 ABANDON = "abandon"
+COOLDOWN = "cooldown"  # the rate falls from this boundary on; whoever gives GO says so with it
+FINISH = "finish"
 
 
 class GoAhead(Struct, frozen=True):
     """All ranks may run this micro-step, after carrying out `orders`, which only a step's first micro-step has.
 
-    An order takes effect at the boundary before the step: a stop ends the run there and its micro-step is not run. Only
-    an abandoned step is stopped at a later micro-step; what was accumulated for it is dropped.
+    An order takes effect at the boundary before the step: a stop ends the run there and its micro-step is not run, and
+    so does a finish, after which the run is done. Only an abandoned step is stopped at a later micro-step; what was
+    accumulated for it is dropped.
     """
 
     step: int
@@ -29,7 +32,7 @@ class VerifiedGate:
     def __init__(self, consumers: int, total_steps: int, micro_steps: Callable[[int], int], next_step: int = 0) -> None:
         self._consumers, self._total_steps, self._micro_steps = consumers, total_steps, micro_steps
         self._orders: list[str] = []
-        self._stopped = self._abandoned = False
+        self._stopped = self._abandoned = self._done = False
         self._next = (next_step, 0)
         self._verified: dict[tuple[int, int], set[int]] = {}
         self._reached = [-1] * consumers  # the step that each rank has come to
@@ -41,8 +44,8 @@ class VerifiedGate:
 
     @property
     def finished(self) -> bool:
-        """Every micro-step of the plan was emitted."""
-        return self._next[0] >= self._total_steps
+        """Every micro-step of the plan was emitted, or a finish was."""
+        return self._done or self._next[0] >= self._total_steps
 
     def waiting_for(self) -> list[int]:
         """Ranks whose block of the next micro-step is not verified yet."""
@@ -79,18 +82,21 @@ class VerifiedGate:
         """The next micro-step if all its blocks are verified and all ranks are there; nothing after a stop until a
         rewind.
 
-        A stop needs neither, since its micro-step is not run: it does not wait for a producer that is still loading.
+        A stop or a finish needs neither, since its micro-step is not run: it does not wait for a producer that is still
+        loading.
         """
         step, micro_step = self._next
-        stopping = STOP in self._orders and (micro_step == 0 or self._abandoned)
+        stopping = bool({STOP, FINISH}.intersection(self._orders)) and (micro_step == 0 or self._abandoned)
         if self._stopped or self.finished or ((self.waiting_for() or self.absent()) and not stopping):
             return None
         orders: tuple[str, ...] = ()
         if micro_step == 0 or stopping:
             orders, self._orders = tuple(self._orders), []
-        self._stopped = STOP in orders
+        self._stopped, self._done = STOP in orders, FINISH in orders and STOP not in orders
         self._verified.pop(self._next, None)
-        self._next = (step, micro_step + 1) if micro_step + 1 < self._micro_steps(step) else (step + 1, 0)
+        if not self._done:
+            last = micro_step + 1 == self._micro_steps(step)
+            self._next = (step + 1, 0) if last else (step, micro_step + 1)
         return GoAhead(step, micro_step, orders)
 
     def rewind(self, step: int) -> None:
@@ -99,4 +105,4 @@ class VerifiedGate:
         self._next = (step, 0)
         self._reached = [-1] * self._consumers
         self._verified.clear()
-        self._stopped = False
+        self._stopped = self._done = False

@@ -21,6 +21,7 @@ HOSTS_TOKEN_VARIABLE = "DRAFTWIRE_HOSTS_TOKEN"
 HOSTS_KEY_VARIABLE = "DRAFTWIRE_HOSTS_KEY"
 # Producers of other hosts name themselves, and no local peer is called like that.
 REMOTE_PREFIX = "remote-"
+REPLAY = "replay-0"
 INGEST = "ingest"  # role and name of the process that takes payload sent over ZeroMQ
 Section = TypeVar("Section", bound=msgspec.Struct)
 
@@ -34,11 +35,14 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of a run. `width` is taps x hidden; `dtype` is that of the features in the ring; `shape` is the
+    """One start of a run. `producers` and `consumers` are the devices of each side; a producer has `tensor_parallel` of
+    them in a row. `width` is taps x hidden; `dtype` is that of the features in the ring; `shape` is the
     drafter's, as the consumers know it. Payload reaches the ring through shared memory ("shm") or over ZeroMQ ("zmq"),
     then by way of `payload_address`; with `hosts` producers of other hosts may join, which always send it. A process
     may allocate `producer_bytes` or `consumer_bytes` on its GPU; 0: all that is free there. `padding_mask`: whether the
-    target's batches are run with it. Who shows no life for `hang_s` seconds is taken to hang."""
+    target's batches are run with it. Who shows no life for `hang_s` seconds is taken to hang. The run may train for
+    `max_s` seconds in all, of which `trained_s` are over; from `cooldown_step` on its rate falls. `cached`: the folder
+    of the cache that blocks are replayed from, if there is one."""
 
     run_id: str
     incarnation: int
@@ -62,11 +66,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: dict[str, str]
     producers: tuple[str, ...]
     consumers: tuple[str, ...]
+    tensor_parallel: int = 1
     producer_bytes: int
     consumer_bytes: int
     quarantine_limit: float
     hang_s: float
+    max_s: float | None = None
+    trained_s: float = 0.0
+    cooldown_step: int | None = None
     hosts: Listening | None = None
+    cached: str | None = None
 
     @property
     def ingests(self) -> bool:
@@ -75,8 +84,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def producer_names(self) -> list[str]:
-        """The names under which producers join, in the order of their devices."""
-        return [f"producer-{index}" for index in range(len(self.producers))]
+        """The names under which producers join: those with a target in the order of their devices, then replay."""
+        replay = [] if self.cached is None else [REPLAY]
+        return [*(f"producer-{index}" for index in range(len(self.producers) // self.tensor_parallel)), *replay]
+
+    def producer_devices(self, index: int) -> tuple[str, ...]:
+        """The devices of producer `index`."""
+        return self.producers[index * self.tensor_parallel : (index + 1) * self.tensor_parallel]
 
     @property
     def consumer_names(self) -> list[str]:

@@ -87,6 +87,10 @@ class Ready(Message, frozen=True):
     figures: tuple[tuple[float, float, float], ...]
 
 
+# The reason of a NACK that answers REVOKE.
+TAKEN_BACK = "taken back"
+
+
 class Nack(Message, frozen=True):
     """producer -> coordinator: this lease cannot be filled; the slot has been left alone since."""
 
@@ -212,12 +216,16 @@ class Reached(Message, frozen=True):
 
 
 class Go(Message, frozen=True):
-    """coordinator -> consumers: every rank may run this micro-step. `stop` rides on the first micro-step of a step:
-    checkpoint at this boundary and end, without running it."""
+    """coordinator -> consumers: every rank may run this micro-step. `stop` rides on the first micro-step of a step: end
+    at this boundary, without running it; with `finish` the run is done there, else it goes on one day. `trained_s` are
+    the seconds that the run has trained, `cooldown_step` the step from which on its rate falls (-1: none)."""
 
     step: int
     micro_step: int
     stop: bool
+    finish: bool
+    trained_s: float
+    cooldown_step: int
 
 
 class Quarantine(Message, frozen=True):
@@ -293,7 +301,8 @@ class Leave(Message, frozen=True):
 
 class Order(Message, frozen=True):
     """launcher -> coordinator: "stop" (checkpoint at the next step boundary, then end), "abandon" (the same before the
-    step that is under way, whose blocks will not come) or "done" (end now)."""
+    step that is under way, whose blocks will not come), "cooldown" (let the rate fall from the next step on, then end)
+    or "done" (end now)."""
 
     order: str
 

@@ -100,12 +100,16 @@ class Plan:
         first = int(ends[inside - 1]) if inside else 0
         return tuple(self._order(epoch)[first : int(ends[inside])].tolist())
 
+    def sizes(self, step: int) -> list[tuple[int, int]]:
+        """Tokens and draft tokens of a step's samples, in their order."""
+        samples = list(self.samples(step))
+        return list(zip(self._lengths[samples].tolist(), self._draft_tokens[samples].tolist(), strict=True))
+
     def blocks(self, step: int) -> list[BlockSpec]:
         """The k x consumers blocks of a step, by index: block j is micro-step j div N of rank j mod N."""
         if step not in self._blocks:
-            params, samples = self.params, list(self.samples(step))
-            sizes = zip(self._lengths[samples].tolist(), self._draft_tokens[samples].tolist(), strict=True)
-            items = [Item(sample, *size) for sample, size in zip(samples, sizes, strict=True)]
+            params = self.params
+            items = [Item(sample, *size) for sample, size in zip(self.samples(step), self.sizes(step), strict=True)]
             bounds = (params.microbatch_tokens, params.microbatch_draft_tokens)
             self._blocks[step] = cut(step, items, params.consumers, *bounds)
             if len(self._blocks) > _CACHED_STEPS:

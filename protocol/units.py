@@ -8,7 +8,7 @@ from protocol.errors import RequestError
 
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_SECONDS = {"s": 1, "min": 60, "h": 3600}
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 

@@ -13,8 +13,9 @@ import torch
 from consumer.golden import recompute
 from producer.compiled import compile_and_warm_up
 from producer.config import TargetConfig
-from producer.fill import fill, lease_table
+from producer.fill import fill
 from producer.forward import features_of
+from producer.lease_layout import lease_table
 from producer.selfcheck import self_check
 from producer.stage import DeviceStage, HostStage, pinned_arena
 from producer.taps import Taps

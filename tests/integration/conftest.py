@@ -116,6 +116,10 @@ class Workspace:
         assert found, f"no {child} of {name} among the processes"
         return max(found)
 
+    def followers(self) -> list[int]:
+        """The pids of all ranks of targets other than the first."""
+        return [pid for pid, line in processes() if "producer.follower" in line and str(self.folder) in line]
+
 
 def processes() -> list[tuple[int, str]]:
     """(pid, command line) of every process but zombies."""

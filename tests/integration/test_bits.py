@@ -147,7 +147,7 @@ def feed(way: Way, table: Any, samples: tuple[int, ...], total: int) -> DeviceBl
     peer: Any = SimpleNamespace(inbox=queue.Queue(), send=sent.append)
     same = {"step": 0, "index": 0, "attempt": 1, "micro_step": 0, "micro_steps": 1, "epoch": 0}
     peer.inbox.put(m.Deliver(**same, slot=0, table=table, samples=samples, writers=(way.attempt,), checksum=total))
-    peer.inbox.put(m.Go(step=0, micro_step=0, stop=False))
+    peer.inbox.put(m.Go(step=0, micro_step=0, stop=False, finish=False, trained_s=0.0, cooldown_step=-1))
     peer.inbox.put(m.Stop(reason="the end"))
     one = Feed(peer, way.arena, torch.device("cpu"), 1)
     one._thread.join(10)
@@ -197,7 +197,7 @@ def test_what_is_trained_on_is_what_was_summed(way: Way, monkeypatch: pytest.Mon
         views(way.arena.slot(0), table)["features"][...] = [[5.0, 6.0], [7.0, 8.0]]
         return found
 
-    monkeypatch.setattr("consumer.feed.checksum", sum_then_write)
+    monkeypatch.setattr("consumer.prefetch.checksum", sum_then_write)
     block = feed(way, table, (7,), total)
     assert isinstance(block, m.Bad) or block.features.tolist() == sent.tolist()
 
@@ -232,7 +232,7 @@ def test_an_overrun_and_a_late_writer_are_bad_and_a_retry_heals(
             if when == "before":
                 damage(way)
             else:
-                patch.setattr("consumer.feed.checksum", lambda features: (damage(way), checksum(features))[1])
+                patch.setattr("consumer.prefetch.checksum", lambda features: (damage(way), checksum(features))[1])
             refused = feed(way, table, (7,), total)
         assert isinstance(refused, m.Bad)
         assert refused.reason == reason.format(stale=attempt - 1, attempt=attempt)

@@ -49,6 +49,7 @@ def test_two_at_once_convert_once(cache: Path) -> None:
     for thread in threads:
         thread.join(timeout=300)
     assert len(said) == 1
+    assert said[0].endswith("96.58 MB of weights become 269 MB as bfloat16")
     assert len(set(found)) == 1
     assert sorted(path.name for path in (cache / "targets").iterdir()) == [
         "SmolLM2-135M-Instruct",
@@ -65,6 +66,7 @@ def test_weights_and_facts(folder: Path) -> None:
 
 
 def test_digits_are_split_as_the_model_was_trained(folder: Path) -> None:
+    """E4: the original's tokens, with accents, digits and emoji."""
     tokenizer = load_tokenizer(folder)
     ids = tokenizer("a  12 caf\u00e9 \U0001f642", add_special_tokens=False)["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids)[:4] == ["a", "\u0120\u0120", "1", "2"]
@@ -85,6 +87,7 @@ def test_damaged_folders_are_noticed(folder: Path) -> None:
 
 
 def test_the_capital_of_france(folder: Path) -> None:
+    """E4: a model whose weights went astray would not know."""
     target = load_target(folder, TargetConfig(), "cpu")
     tokenizer = load_tokenizer(folder)
     questions = ["What is the capital of France?", "Say hello."]
@@ -94,8 +97,6 @@ def test_the_capital_of_france(folder: Path) -> None:
         )
         for question in questions
     ]
-    answers = greedy_answers(
-        target.model, prompts, max_new_tokens=12, stop_ids=stop_ids(target, tokenizer), batch_rows=2
-    )
+    answers = greedy_answers(target, prompts, max_new_tokens=12, stop_ids=stop_ids(target, tokenizer), batch_rows=2)
     assert tokenizer.decode(answers[0]) == "The capital of France is Paris.<|im_end|>"
     assert len(answers[1]) > 1

@@ -34,6 +34,6 @@ def test_a_fork_that_does_not_fit_is_refused(workspace):
     assert workspace.run("trunk", "--set", "train.max_steps=2").returncode == 0
     narrow = workspace.run("narrow", "--fork", "trunk", "--set", "drafter.mlp=32")
     assert narrow.returncode != 0
-    assert "intermediate_size" in narrow.stderr
+    assert "drafter.mlp is 32, and the drafter in" in narrow.stderr
     assert workspace.run("absent", "--fork", "trunk@77").returncode == 2
     assert workspace.run("alone", "--with-optimiser").returncode == 2

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from producer.answer_lines import GenerateReport
 from producer.config import DataConfig, SourceConfig, TargetConfig
-from producer.generate import GenerateReport, generate_answers, greedy_answers
+from producer.decoding import Decoding, Sampling
+from producer.generate import generate_answers, greedy_answers
 from producer.prepare import prepare, report_of
 from producer.samples import SampleMaker
 from producer.target import Target, load_target
@@ -44,22 +46,22 @@ def by_hand(model: Any, prompt: list[int], steps: int, stops: frozenset[int]) ->
 
 
 def test_answers_are_the_argmax_of_each_prompt_alone(target: Target) -> None:
-    free = greedy_answers(target.model, PROMPTS, max_new_tokens=8, stop_ids=frozenset({399}), batch_rows=3)
+    free = greedy_answers(target, PROMPTS, max_new_tokens=8, stop_ids=frozenset({399}), batch_rows=3)
     assert free == [by_hand(target.model, prompt, 8, frozenset({399})) for prompt in PROMPTS]
     # Stop at a token that really comes, early in one answer.
     stops = frozenset({free[0][2]})
-    stopped = greedy_answers(target.model, PROMPTS, max_new_tokens=8, stop_ids=stops, batch_rows=4)
+    stopped = greedy_answers(target, PROMPTS, max_new_tokens=8, stop_ids=stops, batch_rows=4)
     assert stopped == [by_hand(target.model, prompt, 8, stops) for prompt in PROMPTS]
     assert stopped[0][-1] in stops
     assert len(stopped[0]) <= 3
 
 
 def test_settings_that_ship_with_the_model_do_not_matter(target: Target) -> None:
-    plain = greedy_answers(target.model, PROMPTS, max_new_tokens=6, stop_ids=frozenset())
+    plain = greedy_answers(target, PROMPTS, max_new_tokens=6, stop_ids=frozenset())
     shipped = target.model.generation_config
     shipped.repetition_penalty, shipped.do_sample, shipped.temperature = 5.0, True, 3.0
     shipped.eos_token_id = plain[0][0]
-    assert greedy_answers(target.model, PROMPTS, max_new_tokens=6, stop_ids=frozenset()) == plain
+    assert greedy_answers(target, PROMPTS, max_new_tokens=6, stop_ids=frozenset()) == plain
     assert target.model.generation_config is shipped
 
 
@@ -78,7 +80,7 @@ def job(tmp_path: Path, folder: Path, target: Target) -> Callable[..., GenerateR
     source.write_text("\n".join([*lines[:4], "not json", *lines[4:]]) + "\n")
     maker = SampleMaker(load_tokenizer(folder), 400, 200)
 
-    def run(max_new_tokens: int = 5, with_tokens: bool = True, **settings: Any) -> GenerateReport:
+    def run(max_new_tokens: int = 5, with_tokens: bool = True, decoding: Any = None, **settings: Any) -> GenerateReport:
         data = DataConfig(train=[SourceConfig(path=str(source))], **settings)
         return generate_answers(
             data,
@@ -86,9 +88,8 @@ def job(tmp_path: Path, folder: Path, target: Target) -> Callable[..., GenerateR
             maker,
             tmp_path / "out.jsonl",
             stop_ids=frozenset({3}),
-            max_new_tokens=max_new_tokens,
+            decoding=Decoding(max_new_tokens=max_new_tokens, with_tokens=with_tokens, **(decoding or {})),
             weights="w",
-            with_tokens=with_tokens,
             batch_rows=1,
         )
 
@@ -115,7 +116,7 @@ def test_every_row_is_answered_in_order_with_its_exact_tokens(
 def test_lines_are_slim_unless_the_tokens_are_asked_for(tmp_path: Path, job: Callable[..., GenerateReport]) -> None:
     report = job(with_tokens=False)
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert {tuple(line) for line in lines} == {("messages", "finish_reason", "source")}
+    assert {tuple(line) for line in lines} == {("messages", "finish_reason", "source", "sampling")}
     # A random target's tokens are rarely those of their own text, and the report says of how many that is so.
     (tmp_path / "out.jsonl").unlink()
     job()
@@ -222,6 +223,47 @@ def test_max_samples_counts_over_restarts(tmp_path: Path, job: Callable[..., Gen
 
 def test_prompts_may_be_arrays(target: Target) -> None:
     arrays = [np.asarray(prompt, dtype=np.int32) for prompt in PROMPTS]
-    assert greedy_answers(target.model, arrays, max_new_tokens=3, stop_ids=frozenset()) == greedy_answers(
-        target.model, PROMPTS, max_new_tokens=3, stop_ids=frozenset()
+    assert greedy_answers(target, arrays, max_new_tokens=3, stop_ids=frozenset()) == greedy_answers(
+        target, PROMPTS, max_new_tokens=3, stop_ids=frozenset()
     )
+
+
+def test_sampled_answers_are_keyed_by_row_whatever_runs_beside_it(
+    tmp_path: Path, job: Callable[..., GenerateReport]
+) -> None:
+    out, sampled = tmp_path / "out.jsonl", {"sampling": Sampling(temperature=1.5, seed=4)}
+    job(decoding=sampled)
+    whole = out.read_bytes()
+    out.write_bytes(b"".join(whole.splitlines(keepends=True)[:4]))
+    assert job(decoding=sampled).resumed == 4
+    assert out.read_bytes() == whole
+    first = json.loads(whole.splitlines()[0])
+    assert first["sampling"] == {"max_new_tokens": 5, "temperature": 1.5, "top_p": 1.0, "top_k": 0, "seed": 4}
+    with pytest.raises(RequestError, match="another decoding"):
+        job(decoding={"sampling": Sampling(temperature=1.5, seed=5)})
+    out.unlink()
+    job()
+    assert json.loads(out.read_text().splitlines()[0])["input_ids"] != first["input_ids"]
+
+
+def test_each_turn_is_answered_on_top_of_the_new_ones(
+    tmp_path: Path, folder: Path, target: Target, job: Callable[..., GenerateReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job(max_samples=1)  # writes nothing that matters; the input is replaced
+    (tmp_path / "out.jsonl").unlink()
+    turns = [{"role": role, "content": f"{role} {at}"} for at, role in enumerate(["user", "assistant"] * 2)]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    tokenizer = load_tokenizer(folder)
+    said = [[*tokenizer(text, add_special_tokens=False)["input_ids"], 3] for text in ("hello", "world")]
+    asked: list[str] = []
+
+    def answer(model: Any, prompts: Any, **options: Any) -> list[list[int]]:
+        asked.append(tokenizer.decode(prompts[0]))
+        return [said[len(asked) - 1]]
+
+    monkeypatch.setattr("producer.generate.greedy_answers", answer)
+    report = job(with_tokens=False, decoding={"turns": "each"})
+    (line,) = [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [message["content"] for message in line["messages"]] == ["user 0", "hello", "user 2", "world"]
+    assert "hello" in asked[1]
+    assert (report.answered, report.inexact, report.shortened) == (1, 0, 0)

@@ -24,6 +24,7 @@ from launch import coordinator, start
 from launch.budget import Budgets, Need
 from launch.config import Config
 from launch.metrics import of_kind, read_rows
+from launch.partition import Partition
 from launch.placement import Placement
 from launch.stall import Watch
 from protocol import messages as m
@@ -232,8 +233,8 @@ def test_any_run_name_makes_an_address_that_works_and_is_its_own(
     shape = resolve_shape(config.drafter, FACTS, [39])
     ring = RingSize(slots=3, slot_bytes=4096)
     place, none = Placement(("cpu",), ("cpu",)), Need(0, 0)
-    known = (tmp_path, FACTS, shape, place, "float32", 48, 4096, 8192, ring)
-    found = start.Outline(*known, none, none, Budgets(), 0, [])
+    known = (tmp_path, FACTS, shape, place, "float32", 48, Partition(4096, 8192), ring)
+    found = start.Outline(*known, none, none, Budgets(), 0, [], None)
     plan = start.make_plan(config, found, dataset)
     jobs = [start.make_job(config, found, dataset, plan, None, True)[0] for _ in range(2)]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -4,6 +4,7 @@ what stays is quarantined by sample."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def texts(workspace: Any, name: str, what: str) -> list[str]:
 def test_poison_that_passes_leaves_no_trace_and_poison_that_stays_is_quarantined_by_sample(
     workspace: Any, patch_children: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """E1: refused with sample and producer, counted, and never trained on."""
     assert workspace.run("calm", *settings()).returncode == 0
     calm = workspace.losses("calm")
 
@@ -109,6 +111,7 @@ def test_poison_that_passes_leaves_no_trace_and_poison_that_stays_is_quarantined
     bad = texts(workspace, "passing", "bad")
     reasons = [REASONS[how].format(sample=sample) for how, sample in spoiled.items()] + ["was written by attempt"]
     assert [reason for reason in reasons if not any(reason in text for text in bad)] == [], bad
+    assert all(re.match(r"step \d+ block \d+ of producer-0: ", text) for text in bad), bad
     assert len(bad) == len(reasons) == 8  # each block once: no retry is bad again, and nothing else is
     assert workspace.losses("passing") == calm
     assert workspace.rows("passing", "step")[-1]["samples_trained"] == 64

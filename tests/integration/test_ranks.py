@@ -61,7 +61,7 @@ for step in range(3):
         trainer.micro_step(block(samples))
     if step == 1 and rank == ranks - 1:  # poison on one rank only
         next(drafter.parameters()).grad[0] = float("nan")
-    result = trainer.finish_step(step)
+    result = trainer.finish_step(step).result()
     losses.append(result.loss)
     counts.append([result.anchors, result.samples, result.tokens, int(result.skipped)])
 alone = [torch.full((3,), rank + 1.0), torch.full((2, 2), 10.0 * (rank + 1))]

@@ -42,6 +42,8 @@ def test_a_run_trains_a_drafter_and_answers_for_it(workspace, as_json):
 
     exported = json.loads((folder / "export/config.json").read_text())
     assert exported["rope_theta"] == exported["rope_parameters"]["rope_theta"]
+    # N5: the id that was said is the one that engines read, and no row of the data has it.
+    assert f"mask token {exported['dflash_config']['mask_token_id']}\n" in finished.stdout
     assert "num_speculative_tokens" in (folder / "export/README.md").read_text()
     assert workspace.draftwire("export", "first@20", str(workspace.folder / "out")).returncode == 2  # pruned by now
     assert workspace.draftwire("export", "first", str(workspace.folder / "out")).returncode == 0

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from producer.compiled import compile_and_warm_up, compile_layers
 from producer.config import TargetConfig
 from producer.forward import features_of
 from producer.generate import greedy_answers
@@ -149,7 +150,7 @@ def padded(target: Target, samples: Samples, masked: bool) -> list[torch.Tensor]
     everywhere = torch.arange(ids.numel())
     with Taps(target.layers, range(LAYERS)) as taps, taps.capture(everywhere, out, everywhere):
         if masked:
-            run_text(target, ids, mask)
+            run_text(target, ids.numpy(), mask.numpy())
         else:
             with torch.inference_mode():
                 target.text(input_ids=ids, attention_mask=None, use_cache=False)
@@ -171,6 +172,7 @@ def relative(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def test_hooked_is_the_hidden_state_behind_its_layer(target: Target) -> None:
+    """E2: whether its layers return tensors or tuples."""
     (sample,) = samples_of([40])
     states = states_of(target, sample)
     features = produced(target, [sample]).split(HIDDEN, dim=1)
@@ -191,6 +193,7 @@ def test_batched_equals_alone(target: Target) -> None:
 # a recurrence. What depends on all rows of a batch would break it, such as experts of limited capacity.
 @pytest.mark.parametrize("masked", [True, False], ids=["mask", "no_mask"])
 def test_padded_equals_alone(target: Target, masked: bool) -> None:
+    """E3: rows of 1, 7, 23 and 64 tokens in one batch."""
     samples = samples_of(UNEVEN)
     for sample, features in zip(samples, padded(target, samples, masked), strict=True):
         assert relative(features, produced(target, [sample])) < 1e-4
@@ -198,6 +201,7 @@ def test_padded_equals_alone(target: Target, masked: bool) -> None:
 
 @pytest.mark.parametrize("masked", [True, False], ids=["mask", "no_mask"])
 def test_padded_equals_alone_in_bfloat16(served: Target, masked: bool) -> None:
+    """E3."""
     samples = samples_of(UNEVEN)
     alone = torch.cat([produced(served, [sample]) for sample in samples])
     together = torch.cat(padded(served, samples, masked))
@@ -218,10 +222,12 @@ def test_window_of_a_layer_holds(target: Target, masked: bool) -> None:
     assert not changed[WINDOW:].any()
 
 
-def compile_layers(target: Target, backend: Any) -> None:
-    """Each layer by itself: hooks stay outside of what is compiled."""
-    for layer in target.layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)  # type: ignore[method-assign]
+def compile_with(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled from now on is compiled by `backend`, most of which are faster at it than the default."""
+    compile_one = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda forward, dynamic: compile_one(forward, dynamic=dynamic, backend=backend)
+    )
 
 
 @pytest.fixture
@@ -238,10 +244,12 @@ def compilable(folder: Path | None) -> Iterator[Target]:
     [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW_TO_COMPILE else kind for kind in KINDS],
     indirect=True,
 )
-def test_compiled_equals_eager(compilable: Target) -> None:
+def test_compiled_equals_eager(compilable: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E2: taps fire although their layers are compiled, before or after."""
     samples = samples_of(SIMILAR)
     eager = produced(compilable, samples)
-    compile_layers(compilable, "aot_eager")
+    compile_with("aot_eager", monkeypatch)
+    compile_layers(compilable.layers)
     assert relative(produced(compilable, samples), eager) < 1e-5
 
 
@@ -251,23 +259,36 @@ def test_compiled_equals_eager(compilable: Target) -> None:
 def test_compiled_by_inductor_equals_eager(compilable: Target) -> None:
     samples = samples_of(SIMILAR)
     eager = produced(compilable, samples)
-    compile_layers(compilable, "inductor")
+    compile_layers(compilable.layers)
     assert relative(produced(compilable, samples), eager) < 1e-4
 
 
-@pytest.mark.parametrize("folder", ["qwen3", "mistral"], indirect=True)
-def test_new_lengths_compile_nothing_new(compilable: Target) -> None:
+@pytest.mark.parametrize("folder", ["qwen3", "mistral", "qwen3_5"], indirect=True)
+def test_an_epoch_of_200_lengths_compiles_a_few_graphs_and_none_for_the_longest(
+    compilable: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N6: 200 samples of 200 lengths, the longest last, in blocks as the compiled producer gets them."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
-    compile_layers(compilable, counter)
-    for length in range(2, 202):
-        produced(compilable, samples_of([length]), [0])
-    # Shorter and longer than the window, and the shapes at its border.
-    assert counter.frame_count <= 4
+    compile_with(counter, monkeypatch)
+    samples = samples_of(range(2, 202))
+    seen = []
+    with Taps(compilable.layers, [0, 1]) as taps:
+        compile_and_warm_up(compilable, taps)
+        for block in range(0, 200, 5):
+            chosen = samples[block : block + 5]
+            out = np.empty((sum(map(len, chosen)), 2 * HIDDEN), np.float32)
+            features_of(compilable, taps, chosen, out)
+            seen.append(counter.frame_count)
+    # One sample or several, with a mask or without; shorter and longer than the window, and the shapes at its
+    # border; the pieces of a recurrent layer between its kernels.
+    assert 0 < seen[-1] <= 16
+    assert seen[-1] == seen[len(seen) // 2]
 
 
 def test_embedding_and_head_make_the_model_s_own_logits(target: Target, tmp_path: Path) -> None:
+    """E6."""
     path = tmp_path / "io.safetensors"
     write_target_io(path, target, "f")
     with safe_open(path, framework="pt") as file:
@@ -292,7 +313,7 @@ def test_embedding_and_head_make_the_model_s_own_logits(target: Target, tmp_path
 @pytest.mark.parametrize("folder", [kind for kind in KINDS if kind != "tuples"], indirect=True)
 def test_answers_are_those_of_the_features_model(target: Target) -> None:
     prompts = samples_of([5, 19, 11])
-    answers = greedy_answers(target.model, prompts, max_new_tokens=4, stop_ids=frozenset({3}))
+    answers = greedy_answers(target, prompts, max_new_tokens=4, stop_ids=frozenset({3}))
     for prompt, answer in zip(prompts, answers, strict=True):
         row = np.concatenate([prompt, np.asarray(answer, np.int32)])
         logits = states_of(target, row)[-1] @ target.head.weight.T  # type: ignore[operator]

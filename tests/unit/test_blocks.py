@@ -9,7 +9,7 @@ from consumer.blocks import blocks_at, choose_anchors, document_positions, eligi
 
 
 def test_labels_are_the_tokens_at_the_same_position() -> None:
-    """Two documents: prompt 10 11, answer 12 13 14 15; prompt 20, answer 21 22. Block of 4, mask token 99."""
+    """N1. Two documents: prompt 10 11, answer 12 13 14 15; prompt 20, answer 21 22. Block of 4, mask token 99."""
     tokens = np.array([10, 11, 12, 13, 14, 15, 20, 21, 22])
     mask = np.array([0, 0, 1, 1, 1, 1, 0, 1, 1])
     offsets = np.array([0, 6, 9])
@@ -36,9 +36,29 @@ def test_unsupervised_tokens_inside_a_block_have_no_loss() -> None:
     assert eligible_anchors(mask).tolist() == [0, 4]
 
 
+def test_every_block_of_a_sample_of_64_tokens() -> None:
+    """N1: prompt of 40 tokens, answer of 24, all different, block size 4. No shift by one, and no row past the end."""
+    tokens, mask = np.arange(100, 164), (np.arange(64) >= 40).astype(np.uint8)
+    offsets = np.array([0, 64])
+    document, anchor = choose_anchors(mask, offsets, np.array([0]), anchors=512, seed=0, epoch=0)
+    # DESIGN: the last prompt token is none, because it is not supervised itself; nor is the last token of all.
+    assert anchor.tolist() == list(range(40, 63))
+    blocks = blocks_at(document, anchor, tokens, mask, offsets, block_size=4, mask_token_id=7)
+    rows = {int(a): (blocks.input_ids[i], blocks.labels[i], blocks.supervised[i]) for i, a in enumerate(anchor)}
+    table = {
+        40: ([140, 7, 7, 7], [140, 141, 142, 143], [0, 1, 1, 1]),
+        51: ([151, 7, 7, 7], [151, 152, 153, 154], [0, 1, 1, 1]),
+        60: ([160, 7, 7, 7], [160, 161, 162, 163], [0, 1, 1, 1]),
+        61: ([161, 7, 7, 7], [161, 162, 163, -1], [0, 1, 1, 0]),
+        62: ([162, 7, 7, 7], [162, 163, -1, -1], [0, 1, 0, 0]),
+    }
+    for at, expected in table.items():
+        assert tuple(part.astype(int).tolist() for part in rows[at]) == expected
+
+
 @pytest.mark.parametrize(("answer", "anchors"), [(0, 0), (1, 0), (2, 1), (7, 6), (8, 7), (9, 8)])
 def test_short_answers_use_every_usable_token(answer: int, anchors: int) -> None:
-    """Block size 8; the answer ends the document. Every supervised token but the first is some block's label."""
+    """N3. Block size 8; the answer ends the document. Every supervised token but the first is some block's label."""
     mask = np.array([0] * 3 + [1] * answer)
     offsets = np.array([0, len(mask)])
     document, anchor = choose_anchors(mask, offsets, np.array([0]), anchors=512, seed=0, epoch=0)
@@ -49,6 +69,7 @@ def test_short_answers_use_every_usable_token(answer: int, anchors: int) -> None
 
 
 def test_every_candidate_is_drawn_equally_often() -> None:
+    """N4: 700 candidates, 512 anchors, 2,000 draws."""
     mask, offsets, draws = np.ones(701, np.uint8), np.array([0, 701]), 2000
     seen = np.zeros(701)
     for epoch in range(draws):
@@ -62,6 +83,7 @@ def test_every_candidate_is_drawn_equally_often() -> None:
 
 
 def test_anchors_are_limited_per_document_and_do_not_depend_on_company() -> None:
+    """N4: four documents packed; the same seed gives the same anchors."""
     lengths, samples = np.array([40, 30, 3, 50]), np.array([11, 12, 13, 14])
     offsets, mask = np.cumsum([0, *lengths]), np.ones(123, np.uint8)
     document, anchor = choose_anchors(mask, offsets, samples, anchors=10, seed=4, epoch=2)

@@ -64,7 +64,7 @@ def train(drafter: Any, optimiser: torch.optim.AdamW, steps: range) -> None:
 def test_training_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, make_drafter: Callable[..., Any], make_snapshot: MakeSnapshot, dtype: str
 ) -> None:
-    """Masters, moments and counters have the same dtypes and values, and so has everything after three more steps."""
+    """R1: masters, moments, counters have the same dtypes and values, and so has everything after three more steps."""
     calm = make_drafter(1, dtype)
     calm_optimiser = optimiser_of(calm)
     train(calm, calm_optimiser, range(4))
@@ -308,6 +308,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, make_snapshot: MakeSnapshot) -> None:
+    """train.keep_checkpoints counts the newest; the best by acceptance stays besides."""
     for step in (10, 20, 30, 40, 50):
         write_checkpoint(tmp_path, make_snapshot(step))
     point(tmp_path, "best", tmp_path / "step-000020")

@@ -69,7 +69,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Release(**BLOCK),
     m.Bad(**BLOCK, samples=(9,), reason="tap 1 is all zero"),
     m.Reached(step=13),
-    m.Go(step=12, micro_step=1, stop=False),
+    m.Go(step=12, micro_step=0, stop=True, finish=True, trained_s=28800.25, cooldown_step=-1),
     m.Quarantine(samples={"9": "tap 1 is all zero"}),
     m.Checkpointed(next_step=500, stall_s=0.375, write_s=21.5),
     m.Heartbeat(progress=11),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import msgspec
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.conductor import LAUNCHER, Conductor
+from launch.pace import Pace
 from protocol import messages as m
 from protocol.block import block_table, table_bytes
 from protocol.plan import Plan
@@ -49,7 +51,7 @@ def make(make_job):
             transport=transport,
         )
         plan = Plan(dataset.lengths, dataset.lengths - 1, job.plan, "data")
-        return Conductor(job, plan, dataset), plan
+        return Conductor(job, plan, dataset, Pace(job, plan.total_steps)), plan
 
     return build
 
@@ -200,7 +202,7 @@ def test_every_block_is_trained_once_in_order_although_ranks_die_and_go_back(mak
         assert peers.trained[rank] == expected(plan, rank)
     assert conductor.ledger.finished
     # What a rewind dropped may be left behind; without one nothing is.
-    assert deaths or not conductor._descriptors._sums
+    assert deaths or not conductor._descriptors._filled
 
 
 def test_what_lies_ready_when_a_rank_dies_is_delivered_to_the_next_one_and_not_made_again(make):
@@ -221,7 +223,20 @@ def test_what_lies_ready_when_a_rank_dies_is_delivered_to_the_next_one_and_not_m
     assert peers.trained[0] == expected(plan, 0)
 
 
+def test_what_is_bad_is_an_event_that_names_who_sent_it(make):
+    """E1: with the producer's name, also when another one did it before or does it next."""
+    conductor, _ = make()
+    peers = Peers(conductor, 2, 1, poison={3})
+    while peers.step():
+        pass
+    found = [row["text"] for kind, row in conductor.rows if kind == "event" and row["what"] == "bad"]
+    assert len(found) == 3
+    assert all(re.fullmatch(r"step \d+ block \d+ of producer-[01]: not finite", text) for text in found)
+    assert len({text.split()[5] for text in found}) == 2
+
+
 def test_what_a_producer_says_of_its_taps_is_a_row(make):
+    """E1."""
     conductor, _ = make()
     peers = Peers(conductor, 1, 1)
     while not peers.wire or not isinstance(peers.wire[0][1], m.Ready):
@@ -309,6 +324,7 @@ def test_however_few_samples_two_ranks_share_all_micro_steps_come(make, samples,
 
 
 def test_too_much_poison_fails_the_run(make):
+    """E1: more than a set share of all samples stops it."""
     conductor, _ = make(quarantine_limit=0.1)
     peers = Peers(conductor, 1, 1, poison={2, 3, 4, 5})
     while peers.step() and not peers.errors:
@@ -330,6 +346,42 @@ def test_a_stop_takes_effect_at_one_step_boundary_for_all_ranks(make):
     for rank in range(2):
         done = Counter(step for step, _, _ in peers.trained[rank])
         assert done == Counter({step: plan.micro_steps(step) for step in range(boundary)})
+
+
+def test_a_cool_down_ends_the_run_at_one_step_for_all_ranks(make):
+    conductor, plan = make(samples=80, consumers=2)
+    peers = Peers(conductor, 2, 2)
+    while len(peers.trained[0]) < 12:
+        assert peers.step()
+    conductor.handle(LAUNCHER, m.Order(order="cooldown"))
+    while peers.step():
+        pass
+    assert set(peers.stopped_at.values()) == {conductor.pace.last_step}
+    assert len(peers.stopped_at) == 2
+    assert 0 < conductor.pace.last_step < plan.total_steps
+    assert [row["what"] for _, row in conductor.pace.rows] == ["cooldown", "finish"]
+    assert conductor.ledger.paused  # nothing is produced for steps that do not come
+    for rank in range(2):
+        done = Counter(step for step, _, _ in peers.trained[rank])
+        assert done == Counter({step: plan.micro_steps(step) for step in range(conductor.pace.last_step)})
+
+
+def test_hours_that_are_over_end_a_run_that_waits_for_its_producers(make_job):
+    dataset, clock = TinyDataset(20), [0.0]
+    job = make_job(plan={"batch_tokens": 20, "microbatch_tokens": 20, "microbatch_draft_tokens": 1000}, max_s=50.0)
+    plan = Plan(dataset.lengths, dataset.lengths - 1, job.plan, "data")
+    conductor = Conductor(job, plan, dataset, Pace(job, plan.total_steps, lambda: clock[0]))
+    peers = Peers(conductor, 1, 1)
+    while not peers.trained[0]:
+        assert peers.step()
+    peers.lose(("producer-0",))
+    while peers.step():
+        pass
+    assert not peers.stopped_at
+    clock[0] = 50.0
+    conductor.pump()
+    peers.step()
+    assert peers.stopped_at == {0: peers.trained[0][-1][0] + 1}
 
 
 def test_a_stop_does_not_wait_for_producers_that_never_come(make):

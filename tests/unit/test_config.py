@@ -29,6 +29,7 @@ revision = "abc"
 dtype = "bfloat16"
 attn = "eager"
 compile = true
+tensor_parallel = 2
 trust_remote_code = true
 [data]
 train = [{ path = "a.jsonl", format = "sharegpt", thinking = "off" }, { path = "b.jsonl" }]
@@ -37,6 +38,7 @@ max_length = 512
 max_samples = 100
 strict = true
 [drafter]
+preset = "qwen3-8b"
 taps = [1, 5]
 layers = 2
 block_size = 8
@@ -53,6 +55,7 @@ init_optimiser = true
 [train]
 epochs = 3
 max_steps = 1000
+max_hours = 8.5
 batch_tokens = 4096
 microbatch_tokens = 1024
 microbatch_draft_tokens = 2048
@@ -67,6 +70,7 @@ precision = "fp32"
 checkpoint_every = 50
 keep_checkpoints = 2
 quarantine_limit = 0.5
+skip_limit = 0.2
 seed = 9
 [ring]
 bytes = "64MiB"
@@ -83,6 +87,13 @@ producers = 3
 every = 100
 prompts = 8
 max_new_tokens = 64
+[log]
+tensorboard = true
+wandb = "project"
+[cache]
+mode = "only"
+dir = "features"
+max_bytes = "10GB"
 """
 
 
@@ -116,8 +127,9 @@ def test_every_key_survives_the_resolved_json(written: Callable[[str], Path]) ->
     defaults = load_config(written(MINIMAL))
     for section in msgspec.structs.fields(Config):
         for field in msgspec.structs.fields(section.type):
-            # The only other value of train.loss excludes train.gamma; drafter.init and init_from exclude each other.
-            if f"{section.name}.{field.name}" not in ("drafter.kind", "drafter.init", "train.loss"):
+            # The only other value of train.loss excludes train.gamma; drafter.init and init_from exclude each other;
+            # cache.dtype has one value that is taken.
+            if f"{section.name}.{field.name}" not in ("drafter.kind", "drafter.init", "train.loss", "cache.dtype"):
                 mine, other = (getattr(getattr(each, section.name), field.name) for each in (config, defaults))
                 assert mine != other, f"EVERYTHING leaves {section.name}.{field.name} at its default"
     resolved = json.dumps(msgspec.to_builtins(config), indent=2)
@@ -175,6 +187,11 @@ def test_an_unknown_key_names_line_path_and_the_nearest(
         ),
         ('[ring]\ntransport = "tcp"\n', 6, "ring.transport", "Invalid enum value 'tcp': write one of auto, shm, zmq"),
         ('[[data.eval]]\npath = "a"\nthinking = "on"\n', 7, "data.eval[0].thinking", "write one of keep, off"),
+        ("[train]\nschedule = 3\n", 6, "train.schedule", "got `int`: write one of cosine, wsd"),
+        ('[drafter]\ntaps = "all"\n', 6, "drafter.taps", "value 'all': write auto or a list of whole numbers"),
+        ('[drafter]\ntaps = ["all"]\n', 6, "drafter.taps[0]", "Expected `int`, got `str`"),
+        ("[train]\ngamma = true\n", 6, "train.gamma", "got `bool`: write auto or a number"),
+        ('[train]\nmicrobatch_tokens = "all"\n', 6, "train.microbatch_tokens", "'all': write auto or a whole number"),
     ],
 )
 def test_a_wrong_type_names_line_and_key(
@@ -187,6 +204,15 @@ def test_a_wrong_type_names_line_and_key(
 
 
 @pytest.mark.parametrize(
+    ("word", "problem"), [("yes", "Invalid enum value 'yes'"), (3, "Expected `bool | str`, got `int`")]
+)
+def test_a_key_of_several_types_names_its_words(written: Callable[[str], Path], word: str | int, problem: str) -> None:
+    path = written(MINIMAL)
+    said = f"{path}: target.compile: {problem}: write one of auto, true, false"
+    assert refusal(path, f"target.compile={word}") == said
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ('[gpus]\nproducers = [0, "1"]\n', "6: gpus.producers[1]: Expected `int`, got `str`"),
@@ -194,7 +220,7 @@ def test_a_wrong_type_names_line_and_key(
         ('[[data.eval]]\npath = "a"\n[[data.eval]]\npath = 5\n', "8: data.eval[1].path: Expected `str`, got `int`"),
         ('[[data.eval]]\nformat = "auto"\n', "5: data.eval[0]: Object missing required field `path`"),
         ('[[data.eval]]\npth = "a"\n', "6: unknown key 'data.eval[0].pth'; did you mean 'path'?"),
-        ('[[data.eval]]\npath = " "\n', "6: data.eval[0].path is empty: name a JSONL file"),
+        ('[[data.eval]]\npath = " "\n', "6: data.eval[0].path is empty: name a file, a folder, a glob or hub:NAME"),
         ("[train]\nepochs = 2\nwarmup = 2\n", "7: train.warmup is 2.0: write a share of all steps, 0 to below 1"),
     ],
 )
@@ -350,3 +376,13 @@ def test_a_file_beside_the_config_is_no_target_folder(written: Callable[[str], P
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "model").touch()
     assert load_config(written(EVERYTHING)).target.model == "org/model"
+
+
+def test_a_drafter_to_start_from_is_a_folder_here_or_a_hub_id(written: Callable[[str], Path], tmp_path: Path) -> None:
+    text = EVERYTHING.replace('init_from = "published"', 'init_from = "lab/drafter"')
+    assert load_config(written(text)).drafter.init_from == "lab/drafter"
+    (tmp_path / "lab/drafter").mkdir(parents=True)
+    assert load_config(written(text)).drafter.init_from == str(tmp_path / "lab/drafter")
+    for name in ("./lab/drafter", "a/b/c"):
+        other = EVERYTHING.replace('init_from = "published"', f'init_from = "{name}"')
+        assert load_config(written(other)).drafter.init_from == str(tmp_path / name)

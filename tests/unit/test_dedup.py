@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from producer.chat import conversation_of
 from producer.config import SourceConfig
 from producer.dedup import Deduplicated, Exchange, deduplicate, exchanges
+from producer.masks import Tokenised
 from producer.rows import Row
 from producer.samples import Item
-from producer.template import Tokenised
 
 LONG = "one two three four five six seven eight nine ten"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from consumer.acceptance import load_eval_rows
 from consumer.target_ends import read_target_ends
@@ -41,7 +43,7 @@ def test_target_ends_come_back_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     """B7: on disk, also when the model holds its head transposed."""
-    monkeypatch.setattr(target_io, "embedding_scale", lambda target: 1.0)
+    monkeypatch.setattr(target_io, "embedding_scale", lambda target, embedding: 1.0)
     embedding = values(dtype)[: shape[0] * shape[1]].reshape(shape)
     head = embedding.flip(0, 1).t().contiguous().t()
     assert head.is_contiguous() == (min(shape) < 2)
@@ -79,6 +81,20 @@ def test_a_transposed_tensor_is_refused_rather_than_stored_in_the_wrong_order(tm
     with pytest.raises(ValueError, match="contiguous"):
         save_atomically(tmp_path / "x.safetensors", {"x": torch.arange(6.0).reshape(2, 3).t()}, {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What safetensors says of it has no number that a caller could look at."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("producer.target_io.save_file", refuse)
+    with pytest.raises(OSError, match=r"x\.safetensors") as full:
+        save_atomically(tmp_path / "x.safetensors", {}, {})
+    assert full.value.errno == errno.ENOSPC
 
 
 def test_a_features_buffer_that_is_a_slice_is_refused() -> None:

@@ -51,7 +51,10 @@ def test_a_long_wait_for_go_is_logged_counted_and_no_error(
 ) -> None:
     monkeypatch.setattr(feed_module, "SAY_WAIT_S", 0.1)
     feed.inbox.put(empty_block(12))
-    late = threading.Timer(0.35, lambda: feed.inbox.put(m.Go(step=12, micro_step=0, stop=False)))
+    late = threading.Timer(
+        0.35,
+        lambda: feed.inbox.put(m.Go(step=12, micro_step=0, stop=False, finish=False, trained_s=0.0, cooldown_step=-1)),
+    )
     late.start()
     started = time.monotonic()
     with caplog.at_level(logging.INFO):
@@ -66,6 +69,6 @@ def test_a_long_wait_for_go_is_logged_counted_and_no_error(
 
 def test_verified_and_released_before_go(feed: Any) -> None:
     feed.inbox.put(empty_block(0))
-    feed.inbox.put(m.Go(step=0, micro_step=0, stop=False))
+    feed.inbox.put(m.Go(step=0, micro_step=0, stop=False, finish=False, trained_s=0.0, cooldown_step=-1))
     assert feed.next(0, 0) is not None
     assert [type(message).__name__ for message in feed.sent] == ["Credit", "Verified", "Release", "Credit"]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from launch.conductor import LAUNCHER, Conductor
 from launch.intake import Intake
+from launch.pace import Pace
 from protocol import messages as m
 from protocol.job import Listening
 from protocol.plan import Plan
@@ -189,7 +190,7 @@ def make_world(make_job: Any) -> Any:
             hosts=Listening(address="", payload_address="", producers=2),
         )
         plan = Plan(dataset.lengths, dataset.lengths - 1, job.plan, "data")
-        return World(Conductor(job, plan, dataset), slots, transport == "shm"), plan
+        return World(Conductor(job, plan, dataset, Pace(job, plan.total_steps)), slots, transport == "shm"), plan
 
     return make
 

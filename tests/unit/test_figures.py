@@ -1,4 +1,7 @@
-"""What a producer says of its taps now and then: the right rows, each tap by itself, in any dtype."""
+"""What a producer says of its taps now and then: the right rows, each tap by itself, in any dtype.
+
+Case E1 of the public failure reports: mean, deviation and share of zeros of each tapped layer are logged.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 from producer import figures
-from producer.fill import lease_table
+from producer.lease_layout import lease_table
 from protocol.block import views
 from protocol.messages import Lease
 
@@ -20,6 +23,7 @@ LENGTHS = (3, 2, 4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("positions", [(0, 1, 2), (2, 0)])
 def test_each_tap_of_the_leased_rows(make_job: Callable[..., Any], dtype: str, positions: tuple[int, ...]) -> None:
+    """E1: mean, deviation and share of zeros, layer by layer."""
     job = make_job(width=8, dtype=dtype, taps=(4, 9))
     lease = Lease(
         step=0, index=0, kind="model", attempt=1, slot=0, samples=(5, 6, 7), lengths=LENGTHS, positions=positions,

@@ -1,4 +1,7 @@
-"""What a producer writes into a slot: the features of each sample alone, and no row more than it has tokens."""
+"""What a producer writes into a slot: the features of each sample alone, and no row more than it has tokens.
+
+Case E3 of the public failure reports.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,7 @@ def alone(target: Any, row: np.ndarray) -> np.ndarray:
 
 
 def test_arrived_features_are_those_of_each_sample_alone(target: Any, make_job: Any) -> None:
+    """E3: rows of 1, 7 and 64 tokens beside others; what is sent has as many rows as the sample has tokens."""
     lease, rows = make_lease(tuple(range(len(LENGTHS))))
     width = len(TAPS) * 32
     table = block_table(sum(LENGTHS), len(LENGTHS), width, "float32")

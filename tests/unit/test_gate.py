@@ -107,3 +107,27 @@ def test_a_stop_waits_for_no_rank() -> None:
     one = gate(at_step=-1)
     one.order(["stop"])
     assert one.go() == GoAhead(0, 0, ("stop",))
+
+
+def test_a_finish_waits_for_the_boundary_and_then_for_nobody() -> None:
+    one = gate(at_step=0)
+    verify(one, 0, 0)
+    assert one.go() == GoAhead(0, 0)
+    one.order(["finish"])
+    assert one.go() is None  # the step under way is finished first
+    verify(one, 0, 1)
+    assert one.go() == GoAhead(0, 1)
+    assert not one.finished
+    assert one.go() == GoAhead(1, 0, ("finish",))
+    assert one.finished
+    assert (one.next, one.go()) == ((1, 0), None)
+    one.rewind(0)
+    assert not one.finished
+
+
+def test_a_stop_goes_before_a_finish() -> None:
+    one = gate()
+    one.order(["finish"])
+    one.order(["stop"])
+    assert one.go() == GoAhead(0, 0, ("finish", "stop"))
+    assert not one.finished

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.supervise import Child
+from protocol.supervise import Child
 
 MIB = 1 << 20
 

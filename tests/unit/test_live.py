@@ -21,11 +21,13 @@ STATE = {
     "consumer_tokens_per_s": 640.0,
     "producer_wait_share": 0.26,
     "consumer_wait_share": 0.0,
+    "advice": None,
     "ring": {"free": 1, "reserved": 1, "leased": 2, "ready": 3, "delivered": 1, "spilling": 0, "lost": 0},
     "ring_slots": 8,
     "remote_producers": ["remote-far-7-ab"],
     "bytes_streamed": 1_381_487_646,
     "quarantined": 0,
+    "skipped": 0,
     "restarts": 2,
     "checkpoints_failed": 0,
     "numerics_changed": 0,
@@ -38,6 +40,8 @@ STATE = {
     "stall": None,
 }
 
+ADVICE = {"short": "consumers", "best": {"producers": 3}, "text": "the consumers are short by 20%"}
+
 
 def rendered(state) -> str:
     console = Console(file=io.StringIO(), width=100)
@@ -46,12 +50,13 @@ def rendered(state) -> str:
 
 
 def test_the_table_shows_both_sides_the_ring_and_the_learning():
-    text = rendered(STATE)
+    text = rendered(STATE | {"advice": ADVICE})
     for part in (
         "120 of 480, 4 min 05 s left",
         "1,234 tokens/s, waiting 26%, 1,234 blocks produced",
         "640 tokens/s, MFU 71%, waiting 0%, 1,230 blocks trained",
         "[####++..] 4 ready, 2 being filled, 8 slots",
+        "the consumers are short by 20%",
         "5.432",
         "0.40 0.20",
         "1.552",
@@ -109,6 +114,19 @@ def test_a_stall_is_said_at_once_and_each_line_once(lines):
         clock[0] += 0.5
         screen.show(STATE | {"stall": stall})
     assert said()[1:] == ["no progress for 30 s", "no progress for 60 s", "no progress for 30 s"]
+
+
+def test_what_a_split_would_do_is_said_once_and_again_when_it_changes(lines):
+    screen, clock, said = lines
+    for advice in (
+        None,
+        ADVICE,
+        ADVICE | {"text": "the consumers are short by 21%"},
+        ADVICE | {"best": {"producers": 2}},
+    ):
+        clock[0] += 1
+        screen.show(STATE | {"advice": advice})
+    assert said()[1:] == ["split: the consumers are short by 20%"] * 2
 
 
 def test_whatever_happens_no_30_s_go_by_without_a_line(lines):

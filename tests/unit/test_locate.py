@@ -1,20 +1,26 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from producer import embedded
 from producer.config import TargetConfig
+from producer.kernels import linear_layers
 from producer.locate import (
     cpu_has_bfloat16,
     feature_dtype,
     locate_target,
+    read_config,
     read_target_facts,
     target_fingerprint,
     weight_size,
@@ -42,6 +48,19 @@ QWEN35 = {
     },
     "vision_config": {"num_hidden_layers": 27, "hidden_size": 1152},
 }
+
+
+KEYS = {*QWEN35, *QWEN35["text_config"], "rope_theta", "layer_types", "full_attention_interval", "bos_token_id"}
+KEYS |= {"pad_token_id", "linear_num_value_heads", "n_embd", "torch_dtype", "language_config"}
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.sampled_from(["", "x", "linear_attention"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(sorted(KEYS)), inner, max_size=2),
+    max_leaves=4,
+)
 
 
 def config_folder(folder: Path, config: Any, **files: Any) -> Path:
@@ -108,6 +127,44 @@ def test_missing_key_and_broken_file_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(RequestError, match=r"config\.json: cannot be read"):
         read_target_facts(tmp_path)
+
+
+SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 10}
+WRONG: list[Any] = ["x", [3], {"a": 1}, True, 1.5, -1, 0]
+
+
+@pytest.mark.parametrize("key", [*SMALL, "head_dim", "num_key_value_heads", "max_position_embeddings"])
+@pytest.mark.parametrize("value", WRONG, ids=str)
+def test_a_size_of_a_wrong_type_is_named(tmp_path: Path, key: str, value: Any) -> None:
+    name = "num_layers" if key == "num_hidden_layers" else key
+    with pytest.raises(RequestError, match=rf"config\.json: {name} is .*, not a (positive|whole) number"):
+        read_target_facts(config_folder(tmp_path, {**SMALL, key: value}))
+
+
+@pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id", "pad_token_id", "rope_theta", "rope_parameters"])
+def test_other_values_of_a_wrong_type_are_named(tmp_path: Path, key: str) -> None:
+    for value in ("x", ["x"], True):
+        with pytest.raises(RequestError, match=rf"config\.json: {key.replace('parameters', 'theta')} is .*, not a "):
+            read_target_facts(config_folder(tmp_path, {**SMALL, key: value}))
+    with pytest.raises(RequestError, match=r"generation_config\.json: eos_token_id is 'x', not a token id"):
+        read_target_facts(config_folder(tmp_path, SMALL, generation_config={"eos_token_id": "x"}))
+
+
+@given(st.dictionaries(st.sampled_from(sorted(KEYS)), JSON))
+def test_whatever_the_config_holds_is_read_or_refused(config: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as name, contextlib.suppress(RequestError):
+        folder = config_folder(Path(name), {**SMALL, **config})
+        facts = read_target_facts(folder)
+        linear_layers(read_config(folder))
+        assert facts["hidden_size"] > 0
+
+
+def test_an_index_without_its_map_is_named(make_folder: Callable[..., Path]) -> None:
+    folder = make_folder(max_shard_size="40KB")
+    for content in ({"weight_map": []}, {"weight_map": {"a": 3}}):
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+        with pytest.raises(RequestError, match="weight_map does not name a file"):
+            weight_size(folder)
 
 
 def test_weight_size_comes_from_the_headers(make_folder: Callable[..., Path], make_model: Callable[..., Any]) -> None:

@@ -58,7 +58,7 @@ def test_equals_autograd_over_full_logits(
     kind: LossKind, rows: int, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(loss_module.CHUNK_ROWS, "cpu", rows)
-    monkeypatch.setitem(loss_module.TILE_ELEMENTS, "cpu", tile)
+    monkeypatch.setattr(loss_module, "TILE_ELEMENTS", tile)
     hidden, head, labels, supervised = case()
     hidden.requires_grad_()
     expected, weights = naive(hidden, head, labels, supervised, kind)

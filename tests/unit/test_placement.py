@@ -63,6 +63,44 @@ def test_an_impossible_split_is_refused_with_the_reason(split: str, gpus: int, p
         place(GpusConfig(split=split), gpus)
 
 
+@pytest.mark.parametrize(
+    ("config", "gpus", "producers", "consumers"),
+    [
+        (GpusConfig(split="4:2"), 8, [cuda(0, 1), cuda(2, 3)], cuda(4, 5)),
+        (GpusConfig(), 8, [cuda(0, 1), cuda(2, 3)], cuda(4, 5, 6, 7)),
+        (GpusConfig(), 7, [cuda(0, 1)], cuda(2, 3, 4, 5, 6)),  # a producer takes two or none
+        (GpusConfig(), 3, [cuda(0, 1)], cuda(2)),
+        (GpusConfig(producers=[5, 2, 0, 1], consumers=[3]), 6, [cuda(5, 2), cuda(0, 1)], cuda(3)),
+        (GpusConfig(), 0, [("cpu", "cpu")], ("cpu",)),
+        (GpusConfig(split="shared"), 0, [("cpu", "cpu")], ("cpu",)),
+        (GpusConfig(split="4:1"), 0, [("cpu", "cpu")] * 2, ("cpu",)),
+    ],
+)
+def test_a_divided_target_takes_its_devices_in_a_row(
+    config: GpusConfig, gpus: int, producers: list[tuple[str, ...]], consumers: tuple[str, ...]
+) -> None:
+    placement = place(config, gpus, 2)
+    assert (placement.by_producer, placement.consumers) == (producers, consumers)
+    assert placement.peers == len(producers) + len(consumers)
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "problem"),
+    [
+        (GpusConfig(split="3:1"), 4, r"gpus\.split: 3 GPUs for producers of 2 each .*write a multiple, 2 for example"),
+        (GpusConfig(split="1:1"), 0, r"gpus\.split: 1 processes for producers of 2 each .*, 2 for example"),
+        (GpusConfig(producers=[0, 1, 2], consumers=[3]), 4, r"gpus\.producers: 3 GPUs for producers of 2 each"),
+        (GpusConfig(), 2, "a producer takes 2 GPUs .* and a consumer one of its own"),
+        (GpusConfig(), 1, "a producer takes 2 GPUs"),
+        (GpusConfig(split="shared"), 4, "gpus.split: shared with 4 visible: a producer takes 2 GPUs"),
+        (GpusConfig(producers=[0, 1], consumers=[0, 1]), 4, "gpus: cuda:0, cuda:1 in both roles"),
+    ],
+)
+def test_devices_that_a_divided_target_cannot_have_are_refused(config: GpusConfig, gpus: int, problem: str) -> None:
+    with pytest.raises(RequestError, match=problem):
+        place(config, gpus, 2)
+
+
 def test_devices_by_name() -> None:
     assert place(GpusConfig(producers=[3, 0], consumers=[1]), 4) == Placement(cuda(3, 0), cuda(1))
 

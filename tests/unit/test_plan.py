@@ -69,6 +69,7 @@ def test_a_tiny_plan_is_what_it_always_was() -> None:
     ],
 )
 def test_steps_do_not_depend_on_how_they_are_cut(changes: dict[str, Any]) -> None:
+    """R2: other trainer counts train on the same samples in the same steps."""
     other = plan(**changes)
     assert steps(other) == steps(plan())
     assert other.step_hash == plan().step_hash
@@ -89,6 +90,7 @@ def test_a_longer_run_has_the_same_hashes() -> None:
 
 
 def test_epochs_differ_and_each_has_every_sample_once() -> None:
+    """R2."""
     one = plan(epochs=4)
     epochs: dict[int, list[int]] = {}
     for step, samples in enumerate(steps(one)):

@@ -88,6 +88,38 @@ def test_what_is_not_served_row_by_row_is_refused(
         check_precision(quantised(settings), "cuda:0")
 
 
+@pytest.mark.usefixtures("all_installed")
+@pytest.mark.parametrize(("settings", "least"), [(BLOCKS, (8, 9)), (STATIC, (8, 9)), (MXFP4, (7, 5))])
+def test_a_gpu_that_is_too_old_for_the_kernels_is_refused(
+    quantised: Callable[..., Path], settings: dict[str, Any], least: tuple[int, int]
+) -> None:
+    folder, (major, minor) = quantised(settings), least
+    for enough in (least, (major + 1, 0), None):
+        check_precision(folder, "cuda:1", enough)
+    for less in ((major, minor - 1), (major - 1, 9)):
+        with pytest.raises(
+            RequestError, match=rf"capability {major}\.{minor} or more, cuda:1 has {less[0]}\.{less[1]}"
+        ):
+            check_precision(folder, "cuda:1", less)
+
+
+@pytest.mark.usefixtures("all_installed")
+def test_methods_without_such_a_limit_pass_on_any_gpu(quantised: Callable[..., Path]) -> None:
+    for settings in (GPTQ, AWQ, BNB_4BIT, None):
+        check_precision(quantised(settings), "cuda:0", (6, 0))
+
+
+@pytest.mark.usefixtures("all_installed")
+def test_loading_asks_the_device_itself(make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": BLOCKS}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {"cuda:1": (8, 0)}[device])
+    with pytest.raises(RequestError, match=r"capability 8\.9 or more, cuda:1 has 8\.0"):
+        load_target(folder, TargetConfig(), "cuda:1")
+
+
 def test_missing_kernels_are_named(quantised: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision.importlib.util, "find_spec", lambda name: None if name == "kernels" else name)
     with pytest.raises(RequestError, match=r"need kernels \(pip install kernels\)"):

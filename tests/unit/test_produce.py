@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launch.invitation import versions
-from launch.produce import _check_versions, _device, _find
+from launch.produce import _check_versions, _devices, _find
 from producer.config import TargetConfig
 from producer.join import Join
 from producer.locate import target_fingerprint, weights_fingerprint
@@ -81,12 +81,19 @@ def test_another_protocol_is_refused_and_another_torch_is_said(make_folder: Call
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
-    assert (_device(None, 0), _device(None, 2), _device("cpu", 2), _device("cuda:1", 2)) == (
-        "cpu",
-        "cuda:0",
-        "cpu",
-        "cuda:1",
-    )
+    found = [_devices(None, 0, 1), _devices(None, 2, 1), _devices("cpu", 2, 1), _devices("cuda:1", 2, 1)]
+    assert found == [("cpu",), ("cuda:0",), ("cpu",), ("cuda:1",)]
     for asked, gpus in (("cuda:0", 0), ("cuda:2", 2), ("cuda", 2), ("gpu", 2)):
         with pytest.raises(RequestError, match=f"--device {asked}: write cpu or cuda:INDEX; {gpus} GPUs are visible"):
-            _device(asked, gpus)
+            _devices(asked, gpus, 1)
+
+
+def test_a_divided_target_takes_as_many_devices_as_the_run_s() -> None:
+    found = [_devices(None, 0, 2), _devices(None, 4, 2), _devices("cuda:3,cuda:1", 4, 2)]
+    assert found == [("cpu", "cpu"), ("cuda:0", "cuda:1"), ("cuda:3", "cuda:1")]
+    for asked, gpus in ((None, 1), ("cuda:0", 4), ("cuda:0,cuda:1,cuda:2", 4)):
+        with pytest.raises(RequestError, match=r"the run has target.tensor_parallel = 2: name 2 devices"):
+            _devices(asked, gpus, 2)
+    for asked in ("cuda:0,cuda:0", "cpu,cuda:0", "cuda:0,cuda:4"):
+        with pytest.raises(RequestError, match="write cpu or cuda:INDEX"):
+            _devices(asked, 4, 2)

@@ -20,6 +20,7 @@ STATE: dict[str, Any] = {
     "ring": RING,
     "ring_slots": 7,
     "quarantined": 0,
+    "skipped": 0,
     "restarts": 0,
     "checkpoints_failed": 0,
     "eta_s": 185.0,

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from consumer.beginning import begin
 from consumer.checkpoint import Snapshot, write_checkpoint
+from consumer.evaluator import held_out_rows
 from consumer.worker import Rank
 from protocol.dataset import write_dataset
 from protocol.errors import RequestError, RunError
@@ -21,16 +23,12 @@ from protocol.job import write_job
 
 @pytest.fixture
 def make_rank(tmp_path: Path, make_drafter: Callable[..., Any]) -> Callable[..., Any]:
-    """What a rank has before it starts: a run folder with this [data] eval, a fresh drafter, a job."""
+    """What a rank begins with: a run folder with this [data] eval, a fresh drafter, a job."""
 
-    def make(rank: int = 0, held_out: bool = True, checkpoint: str | None = None) -> Any:
+    def make(held_out: bool = True, checkpoint: str | None = None) -> Any:
         sections = {"data": {"eval": [{"path": "e.jsonl"}] if held_out else [], "train": []}, "drafter": {}}
         (tmp_path / "config.resolved.json").write_text(json.dumps(sections))
-        job, config = SimpleNamespace(checkpoint=checkpoint), SimpleNamespace(seed=7)
-        trainer = SimpleNamespace(optimiser=None)
-        return SimpleNamespace(
-            rank=rank, run_dir=tmp_path, job=job, config=config, trainer=trainer, drafter=make_drafter(seed=3)
-        )
+        return tmp_path, SimpleNamespace(checkpoint=checkpoint), make_drafter(seed=3), None, None, 7
 
     return make
 
@@ -40,7 +38,7 @@ def test_an_evaluation_shard_that_went_missing_is_an_error_and_not_a_run_without
 ) -> None:
     """M3: the configuration says that there is one."""
     with pytest.raises(RequestError, match=r"eval\.safetensors"):
-        Rank._eval_rows(make_rank())
+        held_out_rows(make_rank()[0], 0)
 
 
 @pytest.mark.parametrize(("rank", "held_out"), [(1, True), (0, False)])
@@ -49,7 +47,7 @@ def test_an_evaluation_shard_is_read_by_the_first_rank_of_a_run_that_evaluates(
 ) -> None:
     """M3: one that lies there decides nothing."""
     (tmp_path / "eval.safetensors").write_bytes(b"left by an earlier configuration")
-    assert Rank._eval_rows(make_rank(rank, held_out)) is None
+    assert held_out_rows(make_rank(held_out)[0], rank) is None
 
 
 def test_a_checkpoint_that_the_job_does_not_name_is_not_started_from(
@@ -61,8 +59,8 @@ def test_a_checkpoint_that_the_job_does_not_name_is_not_started_from(
     """M3: the launcher chose; what a rank finds beside it changes nothing."""
     write_checkpoint(tmp_path / "checkpoints", make_snapshot(4))
     rank = make_rank()
-    Rank._start_from(rank)
-    for ours, fresh in zip(rank.drafter.parameters(), make_drafter(seed=7).parameters(), strict=True):
+    assert begin(*rank) == (None, 0.0)
+    for ours, fresh in zip(rank[2].parameters(), make_drafter(seed=7).parameters(), strict=True):
         assert torch.equal(ours, fresh)
 
 
@@ -73,7 +71,7 @@ def test_a_checkpoint_that_the_job_names_and_a_rank_does_not_see_is_an_error(
     write_checkpoint(tmp_path / "checkpoints", make_snapshot(2))
     named = tmp_path / "checkpoints/step-000004"
     with pytest.raises(RequestError, match="step-000004"):
-        Rank._start_from(make_rank(checkpoint=str(named)))
+        begin(*make_rank(checkpoint=str(named)))
 
 
 def test_a_rank_that_sees_other_data_than_the_run_was_planned_with_does_not_start(

@@ -26,7 +26,16 @@ def make_run(folder, *, evaluated: bool = True):
         "drafter": {"layers": 5, "block_size": 16, "taps": "auto"},
         "train": {"batch_tokens": 16384, "schedule": "cosine", "lr": 6e-4, "loss": "ce"},
     }
-    plan = {"samples": 1000, "tokens": 335_000, "steps": 3, "epochs": 1, "full_dump_bytes": 13_721_600_000}
+    plan = {
+        "samples": 1000,
+        "tokens": 335_000,
+        "steps": 3,
+        "epochs": 1,
+        "eligible_anchors": 4000,
+        "anchors_per_epoch": 1000,
+        "anchor_coverage": 0.25,
+        "full_dump_bytes": 13_721_600_000,
+    }
     (run / "config.resolved.json").write_text(json.dumps(config))
     (run / "plan.json").write_text(json.dumps(plan))
     metrics = run / "metrics.jsonl"
@@ -52,7 +61,9 @@ def make_run(folder, *, evaluated: bool = True):
     append_row(
         metrics,
         "stream",
-        {"producer_wait_share": 0.4, "consumer_wait_share": 0.01, "bytes_streamed": 5e9, "quarantined": 2},
+        {"producer_wait_share": 0.4, "consumer_wait_share": 0.01, "bytes_streamed": 5e9, "quarantined": 2}
+        | {"advice": {"text": "the consumers are short by 39%"}}
+        | {"imbalance": 1.25, "imbalance_planned": 1.1, "rss_bytes": [1, 2]},
     )
     if evaluated:
         append_row(metrics, "eval", {"step": 3} | EVAL | {"acceptance_mean": 2.25, "interval": [2.1, 2.4]})
@@ -78,6 +89,8 @@ def test_a_report_tells_the_whole_story(tmp_path):
         "command: `draftwire run my.toml --gpus 1:1`",
         f"    vllm serve T --model {run}/export -n 15",
         "5 layers, block size 16",
+        "the slowest rank worked 1.25 times the mean of all; planned: 1.10",
+        "anchors: 1,000 of 4,000 possible ones in an epoch (25.0%)",
         "producers on cuda:0; consumers on cuda:1",
         "| bigram baseline | 1.310 |",
         "| after 0 steps | 1.000 |",
@@ -85,6 +98,7 @@ def test_a_report_tells_the_whole_story(tmp_path):
         "streamed 5 GB; a full dump of one epoch would have taken 13.72 GB",
         "producers waited 40%",
         "consumers waited 1%",
+        "- split: the consumers are short by 39%",
         "restarts: 1; quarantined samples: 2",
         "2 checkpoint(s): the step loop stood still for 0.50 s at most, 0.75 s in all; writing one took 31.00 s",
         "producer-0 is gone",

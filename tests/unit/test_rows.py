@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from producer.rows import SkipRow, Skips, read_rows
+from producer.inputs import read_rows
+from producer.rows import SkipRow, Skips
 from protocol.errors import RequestError
 
 GOOD = json.dumps({"messages": [{"role": "user", "content": "caf\u00e9"}]}, ensure_ascii=False).encode()

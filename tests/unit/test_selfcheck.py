@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -122,14 +123,17 @@ def test_what_was_decided_is_read_back_and_its_absence_is_told(tmp_path: Any) ->
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_recurrent_layers_are_left_uncompiled() -> None:
-    kinds = ("linear_attention", "full_attention", None)
-    layers = [torch.nn.Identity() for _ in kinds]
-    for layer, kind in zip(layers, kinds, strict=True):
-        if kind is not None:
-            layer.layer_type = kind  # type: ignore[assignment]
+def test_kernels_of_recurrent_layers_are_left_uncompiled(make_model: Any) -> None:
+    """They loop over the length, and their loops would be unrolled anew for each number of rounds."""
+    layers = make_model("qwen3_5").model.layers
+    names = inspect.unwrap(type(layers[0].linear_attn).forward).__globals__
     compile_layers(layers)
-    assert ["forward" in vars(layer) for layer in layers] == [False, True, True]
+    compile_layers(layers)
+    kernels = [name for name, value in names.items() if getattr(value, "_torchdynamo_disable", False)]
+    assert any("delta_rule" in name for name in kernels)
+    assert all("forward" in vars(layer) for layer in layers)
+    # Wrapped once, however often layers are compiled.
+    assert not any(hasattr(names[name].__wrapped__, "_torchdynamo_disable") for name in kernels)
 
 
 @pytest.mark.parametrize(
@@ -138,3 +142,9 @@ def test_recurrent_layers_are_left_uncompiled() -> None:
 def test_layers_are_compiled_where_it_pays_unless_told_otherwise(setting: Any, on_cpu: bool, on_gpu: bool) -> None:
     config = TargetConfig(compile=setting)
     assert (config.compiles_on("cpu"), config.compiles_on("cuda:1")) == (on_cpu, on_gpu)
+
+
+def test_a_divided_target_is_compiled_only_by_request() -> None:
+    settings: tuple[Any, ...] = ("auto", True, False)
+    found = [TargetConfig(compile=setting, tensor_parallel=2).compiles_on("cuda:0") for setting in settings]
+    assert found == [False, True, False]

@@ -81,11 +81,13 @@ def test_wrong_taps_name_the_valid_range(taps: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("token", [100, -1, 1, 2, 3, 50])
 def test_a_mask_token_outside_special_or_in_the_data_is_refused(token: int) -> None:
+    """N5: never pad, end or start, a row that nobody ships, or a token that means something."""
     with pytest.raises(RequestError, match=rf"drafter\.mask_token is {token}"):
         resolve(mask_token=token)
 
 
 def test_mask_token_auto_takes_the_first_free_id_and_refuses_when_none_is() -> None:
+    """N5: a spare id; none is left; a number that says what it is."""
     assert resolve_shape(DrafterConfig(), TARGET, [100, 2, 97, 95]).mask_token_id == 97
     assert resolve(mask_token=95).mask_token_id == 95
     with pytest.raises(RequestError, match=r"drafter\.mask_token"):

@@ -44,7 +44,7 @@ def evaluated(number: int, mean: float) -> tuple[str, dict[str, Any]]:
 
 
 def stream(number_of_bytes: int) -> tuple[str, dict[str, Any]]:
-    waits = {"producer_wait_share": 0.25, "consumer_wait_share": 0.04}
+    waits = {"producer_wait_share": 0.25, "consumer_wait_share": 0.04, "advice": {"text": "producers are short"}}
     return "stream", {"bytes_streamed": number_of_bytes, "quarantined": 2} | waits
 
 
@@ -100,6 +100,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
         "acceptance length 1.000 before, 2.500 after (95 % interval 2.400 to 2.600); "
         "baselines: bigram 1.200, prompt lookup 1.100",
         "waits: producer 25%, consumer 4%; streamed 2 MB; restarts 1, quarantined samples 2",
+        "split: producers are short",
         f"drafter: {run_dir}/export (its README.md says how to serve it)",
     ]
 

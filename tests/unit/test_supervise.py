@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.supervise import Child
+from protocol.supervise import Child
 
 Start = Callable[..., Child]
 
@@ -165,7 +165,7 @@ def test_a_child_whose_launcher_died_while_it_still_imported_ends_at_once(tmp_pa
         "run_child('slow', lambda: time.sleep(60))\n"
     )
     launcher = (
-        "import os, sys\nfrom pathlib import Path\nfrom launch.supervise import Child\n"
+        "import os, sys\nfrom pathlib import Path\nfrom protocol.supervise import Child\n"
         "child = Child('slow', 'slow', [], Path('log'), {'PYTHONPATH': os.getcwd() + os.pathsep + sys.argv[1]})\n"
         "print(child.pid, flush=True)\nos.kill(os.getpid(), 9)\n"
     )

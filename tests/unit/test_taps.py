@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from producer.config import SourceConfig, TargetConfig
 from producer.forward import features_of
 from producer.padding import batches, launch_bound_tokens
+from producer.samples import Item, SampleMaker
 from producer.taps import Taps
-from producer.target import Target, as_target, run_text
+from producer.target import Target, as_target, load_target, run_text
+from producer.template import load_tokenizer
 from protocol.errors import RequestError, RunError
 
 HIDDEN = 32
@@ -42,6 +47,7 @@ def features(target: Target, taps: Taps, samples: list[Any], dtype: Any = np.flo
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_tap_is_the_output_of_its_layer(target: Target, batch: int) -> None:
+    """E2: one row a token, as wide as the layer, whatever the batch."""
     samples = samples_of([9] * batch)
     ids = torch.from_numpy(np.stack(samples)).long()
     with torch.inference_mode():
@@ -101,6 +107,7 @@ def test_wrong_taps_are_refused(target: Target, ids: list[int]) -> None:
 
 
 def test_layer_that_runs_twice_or_never_is_named(target: Target) -> None:
+    """E2: as many are captured in a forward pass as were asked for, or the run stops."""
     rows, out = torch.arange(3), torch.empty(3, 2 * HIDDEN)
     with Taps(target.layers, [2, 3]) as taps:
         with (
@@ -118,6 +125,7 @@ def test_layer_that_runs_twice_or_never_is_named(target: Target) -> None:
 
 
 def test_tuple_outputs_are_understood(target: Target) -> None:
+    """E2: item 0 of a tuple is the state; item 0 of a tensor would be the first sample."""
     samples = samples_of([6, 2])
     with Taps(target.layers, [1]) as taps:
         plain = features(target, taps, samples)
@@ -133,16 +141,21 @@ def test_tuple_outputs_are_understood(target: Target) -> None:
 
 
 def test_hooks_are_gone_after_close_and_nothing_is_kept(target: Target) -> None:
-    def tensors() -> int:
+    """E2: as many tensors after 300 batches as after 30, and as many bytes; no gradient graph."""
+
+    def tensors() -> tuple[int, int]:
         gc.collect()
-        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+        found = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+        # Compiling leaves some without memory behind, whose sizes are symbols.
+        held = [thing for thing in found if thing.device.type != "meta"]
+        return len(held), sum(thing.nbytes for thing in held)
 
     samples = samples_of([5, 3])
     with Taps(target.layers, [0, 2]) as taps:
-        features(target, taps, samples)
-        before = tensors()
-        for _ in range(20):
+        for batch in range(300):
             got = features(target, taps, samples)
+            if batch == 30:
+                before = tensors()
         assert tensors() == before
         assert not torch.from_numpy(got).requires_grad
     assert not any(layer._forward_hooks for layer in target.layers)
@@ -195,23 +208,61 @@ def test_a_small_target_is_bound_by_launches_for_longer() -> None:
     assert launch_bound_tokens(large) < 1000
 
 
+def test_the_padding_side_of_the_tokenizer_makes_no_difference(
+    make_folder: Callable[..., Path], make_chats: Callable[..., Path]
+) -> None:
+    """E3: batches are padded by their lengths, not by the tokenizer."""
+    folder = make_folder()
+    source = SourceConfig(path=str(make_chats(4)))
+    found = []
+    for side in ("left", "right"):
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "padding_side": side}))
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer.padding_side == side
+        maker, target = SampleMaker(tokenizer, 400, 64), load_target(folder, TargetConfig(dtype="float32"), "cpu")
+        samples = [maker.sample(item).ids for item in maker.items([source]) if isinstance(item, Item)]
+        assert len(samples) == 4
+        with Taps(target.layers, [0, 3]) as taps:
+            found.append((samples, features(target, taps, samples).tobytes()))
+    assert [sample.tolist() for sample in found[0][0]] == [sample.tolist() for sample in found[1][0]]
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("length", [64, 128, 224])
+def test_the_longest_sample_by_far_gives_one_row_a_token(target: Target, length: int) -> None:
+    """E5: no input is cut into chunks. Rows of a sample's beginning do not depend on how long it goes on."""
+    (long,) = samples_of([length])
+    others = samples_of([5, 64], seed=1)
+    with Taps(target.layers, [0, 3]) as taps:
+        alone = features(target, taps, [long])
+        together = features(target, taps, [others[0], long, others[1]])
+        assert alone.shape == (length, 2 * HIDDEN)
+        assert len(together) == length + 5 + 64
+        np.testing.assert_allclose(together[5 : 5 + length], alone, rtol=0, atol=1e-4)
+        for border in (1, 63, 64):
+            beginning = features(target, taps, [long[:border]])
+            np.testing.assert_allclose(alone[:border], beginning, rtol=0, atol=1e-4)
+
+
 def test_a_batch_that_does_not_fit_is_halved_down_to_one_sample(target: Target, monkeypatch: Any) -> None:
+    """E5, N6: a batch is cut between samples, never inside of one."""
     samples = samples_of([8, 8, 8, 8, 8])
     with Taps(target.layers, [1]) as taps:
         whole = features(target, taps, samples)
         largest, sizes = [1], []
 
-        def short_of_memory(target: Target, ids: torch.Tensor, mask: torch.Tensor) -> None:
+        def short_of_memory(target: Target, ids: Any, mask: Any, last: int) -> None:
             if len(ids) > largest[0]:
                 raise torch.OutOfMemoryError
             sizes.append(len(ids))
-            run_text(target, ids, mask)
+            run_text(target, ids, mask, last)
 
         monkeypatch.setattr("producer.forward.run_text", short_of_memory)
         out = np.zeros_like(whole)
         assert features_of(target, taps, samples, out) == 4
         np.testing.assert_allclose(out, whole, rtol=0, atol=1e-5)
-        assert sizes == [1] * 5
+        assert sizes == [1] * 5  # one row a token, each sample in one pass
         largest[0] = 0
         with pytest.raises(torch.OutOfMemoryError):
             features_of(target, taps, samples, out)

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from consumer.target_ends import read_target_ends
 from producer.config import TargetConfig
 from producer.target import Target, load_target, stop_ids
 from producer.target_io import embedding_scale, is_current, write_target_io
@@ -26,6 +27,29 @@ def stored(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[st
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return tensors, json.loads(metadata["config"]), metadata
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("qwen3", {"max_shard_size": "40KB"}),
+        ("qwen3", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("qwen3_5_multimodal", {}),
+    ],
+    ids=["untied_sharded", "untied_single_file", "tied", "nested"],
+)
+def test_the_drafter_s_head_is_the_model_s_own_bit_for_bit(
+    tmp_path: Path, make_folder: Callable[..., Path], make_model: Callable[..., Any], kind: str, options: dict[str, Any]
+) -> None:
+    """E6: the head that a rank reads, against the one that was saved. The fifth checkpoint, with a tensor of an unknown
+    name, is refused below."""
+    write_target_io(tmp_path / "io.safetensors", load_target(make_folder(kind, **options), FP32, "cpu"), "f")
+    ends = read_target_ends(tmp_path / "io.safetensors", torch.device("cpu"))
+    saved = make_model(kind, **{key: value for key, value in options.items() if key != "max_shard_size"})
+    assert torch.equal(ends.head, saved.get_output_embeddings().weight)
+    assert torch.equal(ends.embedding, saved.get_input_embeddings().weight)
+    assert (ends.head.data_ptr() == ends.embedding.data_ptr()) == bool(options.get("tie_word_embeddings"))
 
 
 @pytest.mark.parametrize(
@@ -69,6 +93,7 @@ def test_nested_text_model(tmp_path: Path, make_folder: Callable[..., Path], mak
 
 @pytest.mark.parametrize("lost", ["lm_head.weight", "model.embed_tokens.weight"])
 def test_checkpoint_without_a_tensor_is_refused_not_random(make_folder: Callable[..., Path], lost: str) -> None:
+    """E6: an embedding or head under an unknown name is named as the tensor without a place."""
     folder = make_folder()
     tensors = load_file(folder / "model.safetensors")
     tensors["renamed.weight"] = tensors.pop(lost)
@@ -88,12 +113,12 @@ def test_unknown_architecture_is_one_line(make_folder: Callable[..., Path]) -> N
 @pytest.mark.parametrize(("kind", "scale"), [("llama", 1.0), ("gemma3", math.sqrt(32))])
 def test_embedding_scale_is_measured(make_folder: Callable[..., Path], kind: str, scale: float) -> None:
     target = load_target(make_folder(kind), FP32, "cpu")
-    assert embedding_scale(target) == pytest.approx(scale, rel=1e-6)
+    assert embedding_scale(target, target.embedding.weight) == pytest.approx(scale, rel=1e-6)
 
 
 def test_embedding_scale_in_bfloat16_is_what_the_model_multiplies_by(make_folder: Callable[..., Path]) -> None:
     target = load_target(make_folder("gemma3"), TargetConfig(dtype="bfloat16"), "cpu")
-    assert embedding_scale(target) == float(torch.tensor(math.sqrt(32), dtype=torch.bfloat16))
+    assert embedding_scale(target, target.embedding.weight) == float(torch.tensor(math.sqrt(32), dtype=torch.bfloat16))
 
 
 def test_head_with_bias_is_refused(tmp_path: Path, make_folder: Callable[..., Path]) -> None:

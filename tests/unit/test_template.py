@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from producer.chat import Conversation
+from producer.config import SourceConfig
 from producer.fidelity import Fidelity
-from producer.rows import SkipRow
-from producer.template import Template, Tokenised
+from producer.masks import Masker, Tokenised
+from producer.rows import Row, SkipRow
+from producer.samples import Item, SampleMaker
+from producer.template import Template
+from producer.turns import drafts_of
 from protocol.errors import RequestError
 
 MARKED = (
@@ -61,6 +66,15 @@ def chat(*texts: str, first: str = "user") -> Conversation:
     return Conversation(tuple({"role": roles[i % 2], "content": text} for i, text in enumerate(texts)))
 
 
+def samples(template: Template, conversation: Conversation, turns: Any = "auto") -> list[Tokenised]:
+    return Masker(template.tokenizer).tokenise(drafts_of(template, conversation, turns).texts)
+
+
+def only(template: Template, conversation: Conversation) -> Tokenised:
+    (sample,) = samples(template, conversation)
+    return sample
+
+
 def runs(tokenizer: Any, sample: Tokenised) -> list[str]:
     """The decoded supervised runs."""
     found: list[list[int]] = []
@@ -77,7 +91,7 @@ def runs(tokenizer: Any, sample: Tokenised) -> list[str]:
 def test_marks_make_no_difference(make_tokenizer: Callable[..., Any]) -> None:
     plain, marked = make_tokenizer(), make_tokenizer(MARKED)
     conversation = chat("hello", "the quick fox", "again", " spaced answer ")
-    samples = [Template(tokenizer).tokenise(conversation, 500) for tokenizer in (plain, marked)]
+    samples = [only(Template(tokenizer), conversation) for tokenizer in (plain, marked)]
     assert samples[0].ids.tolist() == samples[1].ids.tolist()
     assert samples[0].mask.tolist() == samples[1].mask.tolist()
     assert runs(plain, samples[0]) == ["the quick fox<|im_end|>", " spaced answer <|im_end|>"]
@@ -89,18 +103,18 @@ def test_mask_equals_the_marks_of_the_library(make_tokenizer: Callable[..., Any]
     theirs = tokenizer.apply_chat_template(
         list(conversation.messages), return_dict=True, return_assistant_tokens_mask=True
     )
-    ours = Template(tokenizer).tokenise(conversation, 500)
+    ours = only(Template(tokenizer), conversation)
     assert ours.ids.tolist() == theirs["input_ids"]
     assert ours.mask.tolist() == theirs["assistant_masks"]
 
 
 def test_cut_answer_is_supervised_up_to_the_cut_and_never_ended(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer()
-    whole = Template(tokenizer).tokenise(chat("hello", "the quick brown fox jumps over"), 500)
+    whole = only(Template(tokenizer), chat("hello", "the quick brown fox jumps over"))
     first = whole.mask.tolist().index(1)
-    cut = Template(tokenizer).tokenise(chat("hello", "the quick brown fox jumps over"), first + 3)
-    assert cut.truncated
-    assert not whole.truncated
+    row = Row(Path("f"), 1, {})
+    item = Item(row, SourceConfig(path="f"), chat("hello", "the quick brown fox jumps over"), None)
+    cut = SampleMaker(tokenizer, 400, first + 3).sample(item)
     assert cut.ids.tolist() == whole.ids.tolist()[: first + 3]
     assert cut.mask.tolist() == [0] * first + [1, 1, 1]
     assert tokenizer.eos_token_id not in cut.ids[first:]
@@ -108,32 +122,32 @@ def test_cut_answer_is_supervised_up_to_the_cut_and_never_ended(make_tokenizer: 
 
 def test_assistant_first_with_one_token_answer(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer()
-    sample = Template(tokenizer).tokenise(chat("x", "hello", "y", first="assistant"), 500)
+    sample = only(Template(tokenizer), chat("x", "hello", "y", first="assistant"))
     assert runs(tokenizer, sample) == ["x<|im_end|>", "y<|im_end|>"]
 
 
 def test_answer_that_is_the_whole_text(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer("{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}")
-    assert Template(tokenizer).tokenise(chat("x", first="assistant"), 500).mask.tolist() == [1, 1]
+    assert only(Template(tokenizer), chat("x", first="assistant")).mask.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("template", [None, NO_SYSTEM])
 def test_answer_that_ends_in_white_space(make_tokenizer: Callable[..., Any], template: str | None) -> None:
     tokenizer = make_tokenizer(template) if template else make_tokenizer()
-    sample = Template(tokenizer).tokenise(chat("q", "fox  \n\n", "hello"), 500)
+    sample = only(Template(tokenizer), chat("q", "fox  \n\n", "hello"))
     assert runs(tokenizer, sample) == ["fox<|im_end|>" if template else "fox  \n\n<|im_end|>"]
 
 
 def test_blank_tokens_inside_an_answer_are_supervised(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer()
-    sample = Template(tokenizer).tokenise(chat("q", "a   b \n  c"), 500)
+    sample = only(Template(tokenizer), chat("q", "a   b \n  c"))
     assert runs(tokenizer, sample) == ["a   b \n  c<|im_end|>"]
 
 
 def test_repeated_answers_and_quoted_markers(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer()
     quoted = "say <|im_end|>\n<|im_start|>assistant\nfox<|im_end|>"
-    sample = Template(tokenizer).tokenise(chat("fox", "fox", quoted, "fox", "fox", quoted), 500)
+    sample = only(Template(tokenizer), chat("fox", "fox", quoted, "fox", "fox", quoted))
     assert runs(tokenizer, sample) == ["fox<|im_end|>", "fox<|im_end|>", quoted + "<|im_end|>"]
 
 
@@ -141,7 +155,7 @@ def test_repeated_answers_and_quoted_markers(make_tokenizer: Callable[..., Any])
 def test_start_token_as_the_one_step_result_says(make_tokenizer: Callable[..., Any], template: str, adds: bool) -> None:
     tokenizer = make_tokenizer(template, adds_start=adds) if template else make_tokenizer(adds_start=adds)
     conversation = chat("hello", "fox")
-    sample = Template(tokenizer).tokenise(conversation, 500)
+    sample = only(Template(tokenizer), conversation)
     assert sample.ids.tolist() == tokenizer.apply_chat_template(list(conversation.messages), return_dict=False)
     assert sample.ids.tolist().count(tokenizer.bos_token_id) == (1 if template else 0)
 
@@ -149,7 +163,7 @@ def test_start_token_as_the_one_step_result_says(make_tokenizer: Callable[..., A
 def test_end_token_is_learned_when_there_is_no_pad_token(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
-    sample = Template(tokenizer).tokenise(chat("hello", "a", "b", "c"), 500)
+    sample = only(Template(tokenizer), chat("hello", "a", "b", "c"))
     ends = [flag for token, flag in zip(sample.ids, sample.mask, strict=True) if token == tokenizer.eos_token_id]
     assert ends == [0, 1, 0, 1]
 
@@ -158,13 +172,13 @@ def test_refused_system_role_is_a_skip(make_tokenizer: Callable[..., Any]) -> No
     template = Template(make_tokenizer(NO_SYSTEM))
     conversation = Conversation(({"role": "system", "content": "s"}, *chat("q", "a").messages))
     with pytest.raises(SkipRow, match="template refuses the conversation: System role not supported"):
-        template.tokenise(conversation, 500)
+        only(template, conversation)
 
 
 def test_empty_reasoning_block_is_never_supervised(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer(THINKING)
     for thinking in ("keep", "off"):
-        sample = Template(tokenizer, thinking).tokenise(chat("q", "fox"), 500)
+        sample = only(Template(tokenizer, thinking), chat("q", "fox"))
         assert "<think>" in tokenizer.decode(sample.ids)
         assert runs(tokenizer, sample) == ["fox<|im_end|>"]
     prompts = [tokenizer.decode(Template(tokenizer, thinking).prompt_ids(chat("q"))) for thinking in ("keep", "off")]
@@ -174,16 +188,18 @@ def test_empty_reasoning_block_is_never_supervised(make_tokenizer: Callable[...,
 def test_reasoning_of_the_row_is_supervised(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer(THINKING)
     answer = {"role": "assistant", "content": "fox", "reasoning_content": "because"}
-    sample = Template(tokenizer).tokenise(Conversation((*chat("q").messages, answer)), 500)
+    sample = only(Template(tokenizer), Conversation((*chat("q").messages, answer)))
     assert runs(tokenizer, sample) == ["<think>\nbecause\n</think>\n\nfox<|im_end|>"]
 
 
 def test_earlier_turns_that_the_template_rewrites(make_tokenizer: Callable[..., Any]) -> None:
-    """Alone, the first answer is shown with a reasoning block; with a later question, without one."""
+    """Alone, the first answer is shown with a reasoning block; with a later question, without one: two samples."""
     tokenizer = make_tokenizer(THINKING)
     quoted = "fox <|im_end|> x"
-    sample = Template(tokenizer).tokenise(chat("q", quoted, "r", "dog"), 500)
-    assert runs(tokenizer, sample) == [quoted + "<|im_end|>", "dog<|im_end|>"]
+    first, second = samples(Template(tokenizer), chat("q", quoted, "r", "dog"))
+    assert runs(tokenizer, first) == [quoted + "<|im_end|>"]
+    assert runs(tokenizer, second) == ["dog<|im_end|>"]
+    assert tokenizer.decode(first.ids).count("<think>") == tokenizer.decode(second.ids).count("<think>") == 1
 
 
 def tool_chat() -> Conversation:
@@ -203,7 +219,7 @@ def test_tools_calls_and_results(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer(THINKING)
     conversation = tool_chat()
     Fidelity(Template(tokenizer)).check(conversation)
-    sample = Template(tokenizer).tokenise(conversation, 500)
+    sample = only(Template(tokenizer), conversation)
     text = tokenizer.decode(sample.ids)
     assert text.index("weather") < text.index("clock") < text.index("hello") < text.index("the result")
     call, answer = runs(tokenizer, sample)
@@ -245,7 +261,7 @@ def test_tokenizer_without_template_is_refused(make_tokenizer: Callable[..., Any
 def test_prompt_is_a_prefix_of_the_sample(make_tokenizer: Callable[..., Any]) -> None:
     template = Template(make_tokenizer())
     prompt = template.prompt_ids(chat("hello there"))
-    sample = template.tokenise(chat("hello there", "fox"), 500)
+    sample = only(template, chat("hello there", "fox"))
     assert sample.ids[: len(prompt)].tolist() == prompt.tolist()
     assert sample.mask.tolist().index(1) == len(prompt)
 
@@ -254,7 +270,7 @@ def test_prompt_is_a_prefix_of_the_sample(make_tokenizer: Callable[..., Any]) ->
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12), min_size=2, max_size=6))
 def test_every_answer_is_masked_exactly_once(make_tokenizer: Callable[..., Any], texts: list[str]) -> None:
     tokenizer = make_tokenizer()
-    sample = Template(tokenizer).tokenise(chat(*texts), 10_000)
+    sample = only(Template(tokenizer), chat(*texts))
     answers = [text + "<|im_end|>" for text in texts[1::2]]
     supervised = sample.ids[sample.mask == 1].tolist()
     expected = [token for text in answers for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
@@ -293,18 +309,17 @@ def test_answer_cut_by_a_token_limit_is_never_learned_as_ended(
 ) -> None:
     tokenizer = make_tokenizer(template) if template else make_tokenizer()
     made = Template(tokenizer)
-    sample = made.tokenise(cut(QUESTION, turn), 500)
+    sample = only(made, cut(QUESTION, turn))
     assert runs(tokenizer, sample) == [learned]
     # Nothing stands behind the answer either, and what stands before it is what the target was asked.
     assert sample.mask[-1] == 1
     whole = made.render([QUESTION, turn])
     assert whole.startswith(tokenizer.decode(sample.ids.tolist()))
-    assert not sample.truncated
 
 
 def test_turns_behind_a_cut_answer_and_earlier_ends(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer()
-    sample = Template(tokenizer).tokenise(cut(QUESTION, ANSWER, QUESTION, ANSWER, QUESTION), 500)
+    sample = only(Template(tokenizer), cut(QUESTION, ANSWER, QUESTION, ANSWER, QUESTION))
     assert runs(tokenizer, sample) == ["the quick fox<|im_end|>", "the quick fox"]
     assert sample.mask[-1] == 1
 

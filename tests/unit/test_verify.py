@@ -1,4 +1,5 @@
-"""Unsound features are found, by sample and tap, before anything is trained on them."""
+"""Unsound features are found, by sample and tap, before anything is trained on them: case E1 of the public failure
+reports."""
 
 from __future__ import annotations
 
@@ -55,6 +56,7 @@ def one_row_repeated(rows: Tensor) -> None:
     ],
 )
 def test_damage_names_sample_and_tap(damage: Callable[[Tensor], None], problem: str, dtype: torch.dtype) -> None:
+    """E1: zeros, one NaN, one infinity, one row for every token."""
     rows = features(dtype)
     assert check(rows) == {}
     damage(rows)
@@ -69,7 +71,7 @@ def test_every_damaged_sample_is_named() -> None:
 
 
 def test_a_large_bf16_value_is_sound() -> None:
-    """70,000 is infinite in fp16 only."""
+    """E1: 70,000 is infinite in fp16 only."""
     rows = features(torch.bfloat16)
     rows[0, 0] = 70_000
     assert check(rows) == {}

@@ -1,0 +1,109 @@
+"""Replay: a producer that fills blocks from a disk cache, `python -P -m producer.replay RUN_DIR INDEX RING_FD`.
+
+It asks, fills and says READY as one with a target does, and loads none. Every sample is compared with its checksum as
+it is read, so a damaged shard is named and never trained on.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from producer.assignments import Assignments
+from producer.lease_layout import fill_small_tensors, lease_offsets, lease_table
+from producer.outlet import nack
+from protocol.arena import Arena
+from protocol.block import checksum, views
+from protocol.cache import Cache, Damaged, in_use
+from protocol.cache_config import CacheConfig
+from protocol.child import run_child
+from protocol.errors import RunError
+from protocol.job import REPLAY, Job, read_job, read_section, run_token
+from protocol.messages import TAKEN_BACK, Lease, Nack, Ready, Stop, Want
+from protocol.peer import Peer, hello
+from protocol.shards import sample_key
+
+KIND = "replay"
+# Leases at hand, so that the disk is never without one.
+AHEAD = 2
+THREADS = 4
+
+
+class Replay:
+    """A joined replay producer over an open cache."""
+
+    def __init__(self, job: Job, cache: Cache, arena: Arena, peer: Peer) -> None:
+        self._job, self._cache, self._arena, self._peer = job, cache, arena, peer
+        self._assignments = Assignments(peer.inbox)
+        self._used: set[str] = set()
+
+    def run(self) -> str:
+        """Fills leases until the coordinator says stop or is lost; returns the reason."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            for _ in range(AHEAD):
+                self._peer.send(Want(kind=KIND))
+            while not isinstance(lease := self._assignments.next(), Stop):
+                self._peer.send(self._work(lease, pool))
+                self._peer.send(Want(kind=KIND))
+                self._peer.progress += 1
+        self._cache.touch(self._used)
+        return lease.reason
+
+    def _work(self, lease: Lease, pool: ThreadPoolExecutor) -> Ready | Nack:
+        if not self._assignments.wanted(lease):
+            return nack(lease, TAKEN_BACK, retryable=True)
+        started_s = time.monotonic()
+        self._arena.begin(lease.slot, lease.attempt)
+        tensors = views(self._arena.slot(lease.slot), lease_table(lease, self._job))
+        fill_small_tensors(lease, tensors)
+        offsets, token_ids = lease_offsets(lease), np.frombuffer(lease.token_ids, "<i4")
+
+        def read(at: int) -> int:
+            rows = slice(offsets[at], offsets[at + 1])
+            key = sample_key(token_ids[rows])
+            if key not in self._cache.samples:
+                raise Damaged(f"sample {lease.samples[at]} is not in {self._cache.folder}")
+            self._used.add(self._cache.samples[key][0])
+            self._cache.read_into(key, tensors["features"][rows])
+            return checksum(tensors["features"][rows])
+
+        try:
+            total = sum(pool.map(read, lease.positions)) % 2**64
+        except Damaged as damage:
+            return nack(lease, str(damage), retryable=True)
+        self._arena.end(lease.slot, lease.attempt)
+        busy_s = time.monotonic() - started_s
+        return Ready(
+            step=lease.step,
+            index=lease.index,
+            kind=lease.kind,
+            attempt=lease.attempt,
+            checksum=total,
+            busy_s=busy_s,
+            halved=0,
+            figures=(),
+        )
+
+
+def main(run_dir: Path, index: int, ring_fd: int) -> None:
+    """Raises RunError when the coordinator is lost, RequestError when the cache is being pruned."""
+    job = read_job(run_dir)
+    folder = read_section(run_dir, "cache", CacheConfig).folder
+    with in_use(folder):
+        cache = Cache.open(folder)
+        greeting = hello("producer", REPLAY, index, run_token(), job.schema)
+        peer = Peer(job.address, job.run_id, greeting, job.hang_s)
+        reason = Replay(job, cache, Arena(ring_fd, job.slots, job.slot_bytes), peer).run()
+        peer.close()
+        cache.close()
+    if reason != "done":
+        raise RunError(reason)
+
+
+if __name__ == "__main__":
+    arguments = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    run_child(f"replay-{arguments[1]}", lambda: main(*arguments))
