@@ -23,7 +23,7 @@ demo: install
 
 # Two at a time: most of the time goes into starting processes and waiting for them. More would want more memory.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 1
 
 lint: install
 	$(BIN)/ruff check .
@@ -43,7 +43,7 @@ bench: install
 
 # Ten minutes of random signals to the processes of real runs; CHAOS_S and CHAOS_SEED say how long and which.
 chaos: install
-	$(BIN)/python -m pytest -m slow -k long_storm
+	$(BIN)/python -m pytest -m slow -k long_storm -o faulthandler_timeout=0
 
 # The tests that `make test` leaves out: more of the same, by other transports and with more processes.
 slow: install
