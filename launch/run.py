@@ -36,6 +36,7 @@ from launch.machine import Gpu, free_memory_bytes, processors, visible_gpus
 from launch.metrics import append_row, of_kind, read_rows
 from launch.pace import Pace
 from launch.placement import place, show_placement
+from launch.reckoned import reckoned, undecided
 from launch.report import show_coverage, write_report
 from launch.runfolder import RunLock
 from launch.setting_up import one_off, prepare_alone, set_up, write_json
@@ -82,17 +83,23 @@ def run(config: Config, resume: bool, screen: Screen, forked_from: Path | None =
 def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, screen: Screen) -> int:
     say = screen.say
     gpus, free_bytes = visible_gpus(), free_memory_bytes()
-    placement = place(split_to_use(config, gpus, run_dir, say), len(gpus), config.target.tensor_parallel)
-    say(f"run {config.run.name}: {show_placement(placement, gpus)}; log files in {run_dir}/log")
+    division = split_to_use(config, gpus, run_dir, say)
+    placement = place(division, len(gpus), config.target.tensor_parallel)
     check_free(config.hosts)
     check_installed(config.log)
     if config.target.model == EMBEDDED:
         one_off("convert", "producer.embedded", [], run_dir, signals, screen)
     target_dir = locate_target(config.target, say)
     checkpoint, notes = newest_good(run_dir / "checkpoints")
-    if config.data.limit is None:  # the data says how much memory its samples take
-        prepare_alone(config, target_dir, run_dir, signals, screen)
+    reckon = undecided(division, len(gpus))
+    prepared = None  # else the data says how much memory its samples take, and how much work they are
+    if config.data.limit is None or reckon:
+        prepared = prepare_alone(config, target_dir, run_dir, signals, screen)
     config, trained = inherited(config, target_dir, checkpoint, say)
+    if reckon and prepared is not None:
+        division = reckoned(config, gpus, target_dir, trained, prepared, say)
+        placement = place(division, len(gpus), config.target.tensor_parallel)
+    say(f"run {config.run.name}: {show_placement(placement, gpus)}; log files in {run_dir}/log")
     found = outline(config, target_dir, placement, gpus, free_bytes, checkpoint, trained)
     _say_all(found.notes, say)
     if checkpoint is not None:

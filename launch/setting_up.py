@@ -57,12 +57,13 @@ def set_up(
     return TokenDataset.open(folder)
 
 
-def prepare_alone(config: Config, target_dir: Path, run_dir: Path, signals: Signals, screen: Screen) -> None:
-    """The token dataset alone, where the longest sample decides what the rest needs."""
-    folder = str(dataset_folder(config))
-    args = PrepareArgs(target_dir=str(target_dir), target=config.target, data=config.data, dataset_dir=folder)
+def prepare_alone(config: Config, target_dir: Path, run_dir: Path, signals: Signals, screen: Screen) -> TokenDataset:
+    """The token dataset alone, where its samples decide what the rest needs."""
+    folder = dataset_folder(config)
+    args = PrepareArgs(target_dir=str(target_dir), target=config.target, data=config.data, dataset_dir=str(folder))
     write_json(run_dir / "prepare.json", msgspec.to_builtins(args))
     one_off("prepare", "producer.prepare_alone", [str(run_dir / "prepare.json")], run_dir, signals, screen)
+    return TokenDataset.open(folder)
 
 
 def one_off(

@@ -11,7 +11,15 @@ from consumer.shape import DrafterShape, resolve_shape
 from launch.cards import card, larger_cards
 from launch.corpus import Corpus, given
 from launch.flops import peak
-from launch.hours import CONSUMER_SHARE, HYBRID_SHARE, MEASURED_PEAK_SHARE, PRODUCER_SHARE, forward_flop, hours
+from launch.hours import (
+    CONSUMER_SHARE,
+    HYBRID_SHARE,
+    MEASURED_PEAK_SHARE,
+    PRODUCER_SHARE,
+    by_split,
+    forward_flop,
+    hours,
+)
 from launch.machine import Gpu
 from producer.locate import read_config, read_target_facts
 from protocol.errors import RequestError
@@ -109,3 +117,25 @@ def test_an_unknown_card_or_target_gives_no_hours(shape: DrafterShape) -> None:
     assert hours(given(10, 100), 1, (5e10, 0.8), shape, 512, [H200], [unknown], False) is None
     assert hours(given(10, 100), 1, None, shape, 512, [H200], [H200], False) is None
     assert hours(given(10, 100), 1, (5e10, 0.8), shape, 512, [], [], False) is None
+
+
+def test_splits_come_quickest_first_and_short_samples_want_more_consumers(shape: DrafterShape) -> None:
+    """The same eight GPUs: two of them produce for short chats, four for long thinking data."""
+    facts, config = read_target_facts(FOLDER), read_config(FOLDER)
+    for mean_tokens, best in ((335, "2:6"), (2500, "4:4")):
+        corpus = given(100_000, mean_tokens)
+        forward = forward_flop(facts, config, 61, corpus.mean_context)
+        found = by_split(corpus, 6, forward, shape, 512, [H200] * 8, 1)
+        assert sorted(split for split, _ in found) == [f"{count}:{8 - count}" for count in range(1, 8)]
+        assert found[0][0] == best
+        totals = [needed.total for _, needed in found]
+        assert totals == sorted(totals)
+        by_count = dict(found)
+        assert by_count["4:4"] == hours(corpus, 6, forward, shape, 512, [H200] * 4, [H200] * 4, False)
+
+
+def test_producers_of_two_gpus_come_in_pairs(shape: DrafterShape) -> None:
+    found = by_split(given(1000, 335), 1, (5e10, 0.8), shape, 512, [H200] * 5, 2)
+    assert sorted(split for split, _ in found) == ["2:3", "4:1"]
+    assert by_split(given(1000, 335), 1, (5e10, 0.8), shape, 512, [H200], 1) == []
+    assert by_split(given(1000, 335), 1, None, shape, 512, [H200] * 4, 1) == []
