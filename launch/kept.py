@@ -48,10 +48,11 @@ def split_to_use(config: Config, gpus: Sequence[Gpu], run_dir: Path, say: Callab
     if (before := _split_of(run_dir, len(gpus), config.target.tensor_parallel)) is not None:
         return GpusConfig(split=before)
     measured = kept(config, gpus)
-    if measured is None or not (order := ranked(table(measured, places_of(gpus)))):
-        return asked
-    best = order[0]
-    if best.split.tensor_parallel != config.target.tensor_parallel or (best.split.shared and best.split.producers > 1):
+    rows = ranked(table(measured, places_of(gpus))) if measured is not None else []
+    # What gpus.split can say of a target that is divided as the configuration has it.
+    own = [row for row in rows if row.split.tensor_parallel == config.target.tensor_parallel]
+    best = next((row for row in own if not row.split.shared or row.split.producers == 1), None)
+    if best is None:
         return asked
     split = "shared" if best.split.shared else f"{best.split.producers}:{best.split.consumers}"
     say(

@@ -45,6 +45,10 @@ def test_both_sides_are_measured_kept_and_a_split_is_tried(workspace: Any) -> No
     assert measured.trainer.cost_s + measured.trainer.block_s > 0
     assert measured.work.epochs == 12
     assert "one producer alone: " in done.stderr
+    assert "the disk of cache writes " in done.stderr
+    assert measured.room.disk_write_bytes_per_s > 1e6 < measured.room.disk_read_bytes_per_s
+    spill = next(mode for mode in tuned["modes"] if mode["mode"] == "spill")
+    assert spill["hours"] > 0
     again = workspace.draftwire("tune", str(workspace.config), "--gpus", "8")
     assert "measured before" in again.stderr
     assert "one rank alone" not in again.stderr

@@ -14,6 +14,7 @@ from launch.machine import Gpu, describe_machine
 from launch.measurements import Measurements, ProducerRate, Room, TrainerRate, Work, write_measurements
 from launch.placement import GpusConfig
 from launch.trainer_fit import fit_trainer
+from launch.tune_measure import other_sizes
 from launch.tune_runs import rate_of_steps
 from protocol.errors import RunError
 from protocol.job import write_job
@@ -117,6 +118,18 @@ def test_auto_takes_what_was_measured_here_and_says_so(config: Config, tmp_path:
 def test_auto_is_not_what_was_measured_for_targets_divided_otherwise(config: Config, tmp_path: Path) -> None:
     write_measurements(kept_path(config, GPUS), measurements(1000, 600, tensor_parallel=2))
     assert split_to_use(config, GPUS, tmp_path, pytest.fail) == config.gpus
+
+
+def test_auto_takes_the_best_of_those_that_divide_the_target_as_asked(config: Config, tmp_path: Path) -> None:
+    single, pair = measurements(1000, 600), measurements(2400, 600, tensor_parallel=2)
+    both = msgspec.structs.replace(single, producers=[*single.producers, *pair.producers])
+    write_measurements(kept_path(config, GPUS), both)
+    assert split_to_use(config, GPUS, tmp_path, lambda line: None).split == "3:5"
+
+
+def test_producers_are_measured_on_as_many_gpus_as_leave_one_to_a_consumer() -> None:
+    assert [other_sizes(1, gpus) for gpus in (0, 1, 2, 3, 5, 8, 16)] == [[], [], [], [2], [2, 4], [2, 4], [2, 4, 8]]
+    assert other_sizes(4, 8) == [1, 2]
 
 
 def test_a_run_that_goes_on_keeps_its_split_on_the_same_gpus(config: Config, tmp_path: Path, make_job: Any) -> None:
