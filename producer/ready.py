@@ -35,3 +35,5 @@ def ready_target(run_dir: Path, job: Job, index: int) -> Iterator[tuple[Target, 
             if config.compiles_on(device):
                 compile_and_warm_up(target, taps)
             yield target, taps
+            if device != "cpu":
+                print(f"held {torch.cuda.max_memory_allocated(device)} bytes of its GPU at most", flush=True)
