@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import shutil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +14,13 @@ from launch.start import Outline
 from producer.locate import weights_fingerprint
 from producer.precision import quantisation
 from protocol.block import CARRIERS
-from protocol.cache import FORMAT, Cache, Manifest
+from protocol.cache import FORMAT, Cache, Manifest, in_use
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError
 from protocol.plan import Plan
+from protocol.shard_writer import spare_bytes
 from protocol.shards import sample_key
+from protocol.units import show_bytes
 
 # Token ids and the loss mask.
 SMALL_BYTES_A_TOKEN = 5
@@ -40,17 +43,29 @@ def manifest_of(config: Config, found: Outline) -> Manifest:
     return Manifest(FORMAT, found.width, found.dtype, fingerprint)
 
 
-def open_for_replay(config: Config, found: Outline) -> Cache:
-    """The cache of a configuration. Raises RequestError when there is none, or one of other features."""
-    cache = Cache.open(config.cache.folder)
-    cache.refuse_other(manifest_of(config, found))
-    return cache
+def open_cache(config: Config, found: Outline) -> Cache | None:
+    """The cache of a configuration, made when it is to be filled; None without one. Raises RequestError when there is
+    none to read from, when it holds other features, and when another run fills it."""
+    folder = config.cache.folder
+    match config.cache.mode:
+        case "off":
+            return None
+        case "only":
+            cache = Cache.open(folder)
+            cache.refuse_other(manifest_of(config, found))
+            return cache
+    cache = Cache.create(folder, manifest_of(config, found))
+    with in_use(folder), in_use(folder, ".writing", alone=True):
+        return cache
 
 
-def check_covered(cache: Cache, dataset: TokenDataset, plan: Plan) -> str:
-    """How much of a run the cache holds, in a line. Raises RequestError, with counts, unless it holds all."""
+def coverage(config: Config, cache: Cache, dataset: TokenDataset, plan: Plan) -> str:
+    """How much of a run the cache holds, in a line. Raises RequestError, with counts, unless it holds all that a run
+    from the cache only needs."""
     held = cache.held(dataset)
     needed = samples_of(plan, len(dataset))
+    if config.cache.mode == "spill":
+        return _spill_line(config, cache, dataset, held)
     missing = int(np.count_nonzero(~held[needed]))
     if missing:
         raise RequestError(
@@ -65,6 +80,21 @@ def samples_of(plan: Plan, samples: int) -> NDArray[np.int64]:
     if plan.total_steps and plan.epoch_at(plan.total_steps) > 0:
         return np.arange(samples)
     return np.unique(np.concatenate([np.array(plan.samples(step)) for step in range(plan.total_steps)]))
+
+
+def _spill_line(config: Config, cache: Cache, dataset: TokenDataset, held: NDArray[np.bool_]) -> str:
+    row_bytes = cache.manifest.width * CARRIERS[cache.manifest.dtype].itemsize + SMALL_BYTES_A_TOKEN
+    epoch_bytes = int(dataset.lengths.sum()) * row_bytes
+    lacking_bytes = int(dataset.lengths[~held].sum()) * row_bytes
+    disk = shutil.disk_usage(cache.folder)
+    room_bytes = max(disk.free - spare_bytes(disk.total), 0)
+    if config.cache.budget is not None:
+        room_bytes = min(room_bytes, max(config.cache.budget - cache.nbytes, 0))
+    share = 1 - max(lacking_bytes - room_bytes, 0) / epoch_bytes
+    return (
+        f"cache: {int(held.sum())} of the {len(dataset)} samples are in {cache.folder}; with {show_bytes(room_bytes)} "
+        f"more it holds {share:.0%} of an epoch of {show_bytes(epoch_bytes)}: so much need not be computed again"
+    )
 
 
 def missing_bytes(cache: Cache, dataset: TokenDataset) -> tuple[int, int]:

@@ -26,6 +26,14 @@ class Parts:
                 parts[kind] = mine
         return parts
 
+    def learn(self, samples: tuple[int, ...]) -> None:
+        """These are in the cache from here on."""
+        self._held[list(samples)] = True
+
+    def forget(self, samples: tuple[int, ...]) -> None:
+        """These cannot be had from the cache."""
+        self._held[list(samples)] = False
+
 
 def parts_of(job: Job, dataset: TokenDataset) -> Parts:
     """How the blocks of a run are cut: by what its cache held when it began."""

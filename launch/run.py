@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from consumer.checkpoints import newest_good
-from launch.caching import check_covered, open_for_replay
+from launch.caching import coverage, open_cache
 from launch.checkpoint_commands import export_checkpoint
 from launch.config import Config
 from launch.crew import DONE, INTERRUPTED, Crew
@@ -100,12 +100,13 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
     elif notes:
         where = run_dir / "checkpoints"
         raise RequestError(f"{'; '.join(notes)}: there is no checkpoint to go on from; move {where} away to begin anew")
-    cache = open_for_replay(config, found) if config.cache.mode == "only" else None
+    cache = open_cache(config, found)
+    only = config.cache.mode == "only"
     kept = cache.folder if cache is not None else None
     changed = _differences(earlier, config)
     _say_all(changed, say)
     try:
-        dataset = set_up(config, found, checkpoint, run_dir, signals, screen, kept, cached_only=cache is not None)
+        dataset = set_up(config, found, checkpoint, run_dir, signals, screen, kept, cached_only=only)
     except Interrupted:
         append_row(run_dir / "metrics.jsonl", "end", {"state": "interrupted", "reason": "while it was being prepared"})
         raise
@@ -115,9 +116,9 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
         raise
     plan = make_plan(config, found, dataset)
     if cache is not None:
-        say(check_covered(cache, dataset, plan))
+        say(coverage(config, cache, dataset, plan))
     # Without a target there is nothing to run with a mask.
-    job, more = make_job(config, found, dataset, plan, checkpoint, cache is not None or padding_mask_of(run_dir))
+    job, more = make_job(config, found, dataset, plan, checkpoint, only or padding_mask_of(run_dir))
     _say_all([*notes, *more], say)
     costs = bill(found, dataset, plan)
     write_json(run_dir / "plan.json", costs)

@@ -184,7 +184,8 @@ def make_job(
         quarantine_limit=config.train.quarantine_limit,
         hang_s=parse_seconds(config.run.hang_after, "run.hang_after"),
         hosts=listening(config.hosts),
-        cached=str(config.cache.folder) if only else None,
+        cached=str(config.cache.folder) if config.cache.mode != "off" else None,
+        spills=config.cache.mode == "spill",
     )
     return job, notes
 

@@ -122,6 +122,8 @@ class Tally:
             "ring": counts,
             "ring_slots": self._job.slots,
             "bytes_streamed": conductor.streamed_bytes,
+            "spilled": conductor.spilling.kept if conductor.spilling is not None else 0,
+            "spill_passed_over": conductor.spilling.passed_over if conductor.spilling is not None else 0,
             "quarantined": len(conductor.ledger.quarantined),
             "restarts": self._restarts,
             "filled": dict(conductor.filled),

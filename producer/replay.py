@@ -6,9 +6,11 @@ it is read, so a damaged shard is named and never trained on.
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import numpy as np
 from producer.assignments import Assignments
 from producer.lease_layout import fill_small_tensors, lease_offsets, lease_table
 from producer.outlet import nack
+from producer.spiller import Spiller
 from protocol.arena import Arena
 from protocol.block import checksum, views
 from protocol.cache import Cache, Damaged, in_use
@@ -25,6 +28,7 @@ from protocol.errors import RunError
 from protocol.job import REPLAY, Job, read_job, read_section, run_token
 from protocol.messages import TAKEN_BACK, Lease, Nack, Ready, Stop, Want
 from protocol.peer import Peer, hello
+from protocol.shard_writer import ShardWriter, remove_fragments
 from protocol.shards import sample_key
 
 KIND = "replay"
@@ -36,9 +40,9 @@ THREADS = 4
 class Replay:
     """A joined replay producer over an open cache."""
 
-    def __init__(self, job: Job, cache: Cache, arena: Arena, peer: Peer) -> None:
+    def __init__(self, job: Job, cache: Cache, arena: Arena, peer: Peer, spiller: Spiller | None) -> None:
         self._job, self._cache, self._arena, self._peer = job, cache, arena, peer
-        self._assignments = Assignments(peer.inbox)
+        self._assignments = Assignments(peer.inbox, *([spiller.write] if spiller is not None else []))
         self._used: set[str] = set()
 
     def run(self) -> str:
@@ -92,12 +96,22 @@ class Replay:
 def main(run_dir: Path, index: int, ring_fd: int) -> None:
     """Raises RunError when the coordinator is lost, RequestError when the cache is being pruned."""
     job = read_job(run_dir)
-    folder = read_section(run_dir, "cache", CacheConfig).folder
-    with in_use(folder):
-        cache = Cache.open(folder)
+    config = read_section(run_dir, "cache", CacheConfig)
+    # The coordinator's STOP ends this process, after the shard that is open; the launcher's patience is bounded anyway.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with ExitStack() as stack:
+        stack.enter_context(in_use(config.folder))
+        if job.spills:
+            stack.enter_context(in_use(config.folder, ".writing", alone=True))
+            remove_fragments(config.folder)
+        cache = Cache.open(config.folder)
         greeting = hello("producer", REPLAY, index, run_token(), job.schema)
         peer = Peer(job.address, job.run_id, greeting, job.hang_s)
-        reason = Replay(job, cache, Arena(ring_fd, job.slots, job.slot_bytes), peer).run()
+        arena = Arena(ring_fd, job.slots, job.slot_bytes)
+        spiller = Spiller(cache, ShardWriter(cache, config.budget), arena, peer) if job.spills else None
+        reason = Replay(job, cache, arena, peer, spiller).run()
+        if spiller is not None:
+            spiller.close()
         peer.close()
         cache.close()
     if reason != "done":

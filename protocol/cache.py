@@ -52,10 +52,7 @@ class Cache:
         self._fds: dict[str, int] = {}
         self._opening = threading.Lock()
         for path in shards_of(folder):
-            if (index := read_index(path)) is not None:
-                self.shards[path.name] = index
-                self.nbytes += index.nbytes
-                self.samples |= {sample.key: (path.name, sample) for sample in index.samples}
+            self.take_in(path)
 
     @classmethod
     def open(cls, folder: Path) -> Cache:
@@ -83,6 +80,16 @@ class Cache:
         cache = cls.open(folder)
         cache.refuse_other(manifest)
         return cache
+
+    def take_in(self, shard: Path) -> list[str]:
+        """Reads the index of a shard, which may have come since the cache was opened; returns the keys in it. None when
+        it is not whole."""
+        if (index := read_index(shard)) is None:
+            return []
+        self.shards[shard.name] = index
+        self.nbytes += index.nbytes
+        self.samples |= {sample.key: (shard.name, sample) for sample in index.samples}
+        return [sample.key for sample in index.samples]
 
     def refuse_other(self, manifest: Manifest) -> None:
         """Raises RequestError unless this cache holds features that `manifest` describes."""

@@ -244,6 +244,31 @@ class Checkpointed(Message, frozen=True):
     write_s: float
 
 
+# --- the disk cache --------------------------------------------------------------------------------------------------
+
+
+class Spill(Message, frozen=True):
+    """coordinator -> replay: this slot holds a sound block that was delivered as `attempt` and is released. It is kept
+    as it is until SPILLED."""
+
+    step: int
+    index: int
+    attempt: int
+    slot: int
+    epoch: int
+    table: Table
+    samples: tuple[int, ...]
+
+
+class Spilled(Message, frozen=True):
+    """replay -> coordinator: done with the slot of `attempt`. `durable`: samples that can be replayed since the last
+    of these messages. A `problem` says why nothing more is kept."""
+
+    attempt: int
+    durable: tuple[int, ...]
+    problem: str
+
+
 # --- life ------------------------------------------------------------------------------------------------------------
 
 
@@ -324,5 +349,6 @@ AnyMessage = (
     | Want | Lease | Ready | Nack | Revoke
     | Expect | Fence | Fenced | Chunk | ChunkAck
     | Credit | Deliver | Verified | Release | Bad | Reached | Go | Quarantine | Checkpointed
+    | Spill | Spilled
     | Heartbeat | Report | Snapshot | Hung | Gone | Rewind | Leave | Order | Stop | Error
 )  # fmt: skip

@@ -72,6 +72,8 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Go(step=12, micro_step=0, stop=True, finish=True, trained_s=28800.25, cooldown_step=-1),
     m.Quarantine(samples={"9": "tap 1 is all zero"}),
     m.Checkpointed(next_step=500, stall_s=0.375, write_s=21.5),
+    m.Spill(**BLOCK, slot=5, epoch=1, table=block_table(3, 2, 4, "bfloat16"), samples=(9, 70000)),
+    m.Spilled(attempt=300, durable=(9, 70000), problem=""),
     m.Heartbeat(progress=11),
     m.Report(kind="step", row={"loss": 1.5, "accuracy": [0.5], "skipped": False}),
     m.Snapshot(state={"eta_s": None}),
