@@ -16,8 +16,8 @@ from launch.senders import LAUNCHER, SENT_BY
 from launch.spilling import Spilling
 from protocol import messages as m
 from protocol.block import table_bytes
-from protocol.gate import ABANDON, COOLDOWN, STOP, VerifiedGate
-from protocol.grants import Delivery, Key, all_model
+from protocol.gate import ABANDON, COOLDOWN, STOP, UNCACHED, VerifiedGate
+from protocol.grants import Delivery, Key
 from protocol.job import INGEST, REMOTE_PREFIX, REPLAY, Job
 from protocol.ledger import Ledger
 from protocol.plan import Plan
@@ -31,7 +31,7 @@ class Conductor:
         self.out: list[tuple[str, m.Message]] = []
         self.rows: list[tuple[str, dict[str, Any]]] = []
         self.ended = False
-        self.produced_tokens = 0
+        self.produced_tokens = self.replayed_tokens = 0
         self.filled: Counter[str] = Counter()  # blocks by producer
         self.busy_s = 0.0
         self.streamed_bytes = 0
@@ -41,9 +41,9 @@ class Conductor:
         ranks = len(job.consumers)
         quarantined = {int(sample): reason for sample, reason in job.quarantined.items()}
         start = job.start_step
-        cut = parts or all_model
-        self.ledger = Ledger(plan, job.slots, ranks, parts_of=cut, next_step=start, quarantined=quarantined)
-        self.spilling = Spilling(self.ledger, parts, job.slots, self.rows) if parts and job.spills else None
+        parts = parts or Parts.none(plan.total_samples)
+        self.ledger = Ledger(plan, job.slots, ranks, parts_of=parts, next_step=start, quarantined=quarantined)
+        self.spilling = Spilling(job, plan, self.ledger, parts, self.rows)
         self.gate = VerifiedGate(ranks, plan.total_steps, plan.micro_steps, job.start_step)
         self._roles = {LAUNCHER: LAUNCHER}
         self._ranks: dict[str, int] = {}
@@ -62,6 +62,7 @@ class Conductor:
             self._ranks[hello.name] = hello.rank
             self._credit[hello.rank] = 0
             self._tell_quarantine([hello.name])
+        self.spilling.joined(hello.name)
         if hello.name.startswith(REMOTE_PREFIX):
             self.rows.append(("event", {"what": "joined", "text": f"{hello.name} has joined from {hello.host}"}))
         self.pump()
@@ -100,7 +101,7 @@ class Conductor:
                     self.gate.verified(held.step, held.micro_step, held.rank)
             case m.Release():
                 self._release(message)
-            case m.Spilled() if self.spilling is not None:
+            case m.Spilled():
                 self.spilling.done(message)
             case m.Bad():
                 self._bad(message)
@@ -131,8 +132,7 @@ class Conductor:
         so ingest is asked first. One that maps the ring and does not end may write for ever."""
         self._wants = [want for want in self._wants if want[0] != name]
         self._unsay((name,))
-        if name == REPLAY and self.spilling is not None:
-            self.spilling.writer_gone()
+        self.spilling.gone(name, for_good=not reaped)
         if self._sends(name) and INGEST in self._roles:
             self._closing[name] = how
             self.out.append((INGEST, m.Fence(holder=name)))
@@ -180,37 +180,41 @@ class Conductor:
         leased = next((lease for lease in self.ledger.live_leases if lease.attempt == message.attempt), None)
         if self.ledger.ready(key, message.kind, message.attempt, name) and leased is not None:
             self._descriptors.filled(message.attempt, message.checksum, name)
-            self.busy_s += message.busy_s
             self.filled[name] += 1
+            tokens = self._descriptors.tokens(leased.samples)
+            if message.kind == "replay" and self._job.producers:
+                self.replayed_tokens += tokens
+            else:
+                self.produced_tokens += tokens
+                self.busy_s += message.busy_s
             if message.figures:
                 self.rows.append(("taps", self._descriptors.figures(name, message)))
             if message.halved:
                 self.numerics_changed += message.halved
                 text = f"step {message.step} block {message.index}: a batch was halved {message.halved} times"
                 self.rows.append(("event", {"what": "numerics_changed", "text": text}))
-            self.produced_tokens += self._descriptors.tokens(leased.samples)
 
     def _nack(self, name: str, message: m.Nack) -> None:
-        key, reason = (message.step, message.index), message.reason
-        if message.kind == "replay" and reason != m.TAKEN_BACK:
-            if self.spilling is None:
-                # Its samples are in order, so they are not quarantined: without their file the run cannot go on.
-                text = f"{self._job.cached}: {reason}; `draftwire cache verify` finds what else is damaged"
-                self.out.append((LAUNCHER, m.Error(text=text)))
-                return
-            leased = [lease for lease in self.ledger.live_leases if lease.attempt == message.attempt]
-            self.spilling.damaged(tuple(sample for lease in leased for sample in lease.samples), reason)
-        self.ledger.nack(key, message.kind, message.attempt, name, retryable=message.retryable, reason=reason)
+        # The samples of a damaged shard are in order: they are not quarantined.
+        damaged = message.kind == "replay" and message.reason != m.TAKEN_BACK
+        if damaged and not self.spilling.there:
+            text = f"{self._job.cached}: {message.reason}; `draftwire cache verify` finds what else is damaged"
+            self.out.append((LAUNCHER, m.Error(text=text)))
+            return
+        if damaged:
+            self.spilling.damaged(message.samples, message.reason)
+        place = ((message.step, message.index), message.kind, message.attempt, name)
+        self.ledger.nack(*place, message.retryable, reason=message.reason, harmless=damaged)
 
     def _release(self, message: m.Release) -> None:
         held = self._current(message)
-        spill = held is not None and self.spilling is not None and self.spilling.takes(held, REPLAY in self._roles)
+        spill = held is not None and self.spilling.takes(held)
         if not self.ledger.release((message.step, message.index), message.attempt, spill) or held is None:
             return
-        if spill and self.spilling is not None:
-            table, epoch = self._descriptors.table(held.samples), self._plan.locate(held.step)[0]
-            self.out.append(self.spilling.spill(held, table, epoch))
         self._descriptors.done_with(self._held.pop(held.key))
+        if spill:
+            self.out.append(self.spilling.spill(held, self._descriptors.table(held.samples)))
+        self.out += self.spilling.reached(self._plan.epoch_at(self.ledger.lowest_unreleased_step))
 
     def _bad(self, message: m.Bad) -> None:
         if held := self._current(message):
@@ -231,6 +235,8 @@ class Conductor:
             self.gate.order([order])
         elif order == ABANDON:
             self.gate.abandon()
+        elif order == UNCACHED:
+            self.spilling.gone(REPLAY, for_good=True)
         else:
             self.ended = True
             names = (*self._job.producer_names, *self.remotes, *sorted(self._ranks), *[INGEST] * self._job.ingests)
@@ -258,6 +264,7 @@ class Conductor:
 
     def _lease(self) -> None:
         """Work for everyone who wants some, as far as there are slots."""
+        self.spilling.pass_on()
         waiting, self._wants = self._wants, []
         for name, kind in waiting:
             sends = self._sends(name)

@@ -22,7 +22,7 @@ from launch.restarts import RESTARTS, Restarts
 from launch.signals import Interrupted, Signals
 from protocol.child import FAILED_FOR_GOOD, WRONG_REQUEST
 from protocol.errors import RunError
-from protocol.gate import ABANDON, COOLDOWN, STOP
+from protocol.gate import ABANDON, COOLDOWN, STOP, UNCACHED
 from protocol.job import INGEST, REPLAY, TOKEN_VARIABLE, Job, write_job
 from protocol.messages import Error, Gone, Hung, Order, Rewind, Snapshot, Stop
 from protocol.peer import Peer, hello
@@ -31,7 +31,7 @@ from protocol.supervise import REAP_S, Child, await_news
 # Exit codes of a consumer: the plan is done, or it stopped at a step boundary after a checkpoint.
 DONE, INTERRUPTED = 0, 75
 TICK_S = 0.1
-GRACE_S = 20.0
+GRACE_S, SHARD_GRACE_S = 20.0, 120.0  # who fills a cache completes its open shard first
 # A run that cannot go on gets so long for the checkpoint of what it has trained.
 LAST_CHECKPOINT_S = 60.0
 # On a CPU, PyTorch and the oneDNN below it each keep what they compiled for the last 1024 shapes of a bf16 product, a
@@ -108,7 +108,8 @@ class Crew:
             self._peer.send(Order(order="done"))
             self._children["coordinator"].wait(GRACE_S)
         for child in self._children.values():
-            child.end(GRACE_S if self._signals.wishes < 2 else 0.0)
+            patience_s = SHARD_GRACE_S if child.name == REPLAY else GRACE_S
+            child.end(patience_s if self._signals.wishes < 2 else 0.0)
         if self._peer is not None:
             self._peer.close()
 
@@ -218,6 +219,10 @@ class Crew:
         self._tell(Gone(name=name, reaped=True, how=child.how()))
         pause_s = self._restarts.died(name, self._step, self._filled.get(name, 0))
         if child.exit_code() in (WRONG_REQUEST, FAILED_FOR_GOOD) or pause_s is None:
+            if name == REPLAY and self._job.producers:  # what it would have read can be computed
+                self._lost.add(name)
+                self._tell(Order(order=UNCACHED))
+                return
             self._give_up(child.obituary(), _last_words(child, self._step, looping=pause_s is None))
             return
         again = f" in {pause_s:.0f} s" if pause_s else ""
@@ -230,7 +235,7 @@ class Crew:
         self._tell(Gone(name=name, reaped=False, how="was killed"))
         text = f"{name} was killed and does not end; the run goes on without it and without the slots it may write"
         self._screen.say(text)
-        if self._lost.issuperset(self._job.producer_names):
+        if self._lost.issuperset(self._job.computing_names or [REPLAY]):
             self._give_up(text, f"{text}: no producer is left")
 
     def _rewind(self, dead: str) -> None:

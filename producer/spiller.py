@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import defaultdict
 
 import numpy as np
 
 from protocol.arena import Arena
 from protocol.block import views
 from protocol.cache import Cache
-from protocol.messages import Spill, Spilled
+from protocol.messages import Flush, Spill, Spilled, Stop
 from protocol.peer import Peer
 from protocol.shard_writer import Full, ShardWriter
 from protocol.shards import sample_key
@@ -23,19 +24,24 @@ log = logging.getLogger(__name__)
 
 
 class Spiller:
-    """`write` takes orders from any thread; each is answered with SPILLED, whatever became of it."""
+    """`write` takes orders from any thread; each is answered with SPILLED. A full disk, or one that fails, ends the
+    keeping and nothing else; what goes wrong otherwise comes as a STOP into the peer's inbox."""
 
     def __init__(self, cache: Cache, writer: ShardWriter, arena: Arena, peer: Peer) -> None:
         self._cache, self._writer, self._arena, self._peer = cache, writer, arena, peer
-        self._orders: queue.Queue[Spill | None] = queue.Queue()
-        self._ids: dict[str, int] = {}  # of the open shard: key -> dataset sample
+        self._orders: queue.Queue[Spill | Flush | None] = queue.Queue()
+        # Samples of the dataset, by key, that are in the cache as soon as the open shard is; some may be alike.
+        self._waiting: defaultdict[str, set[int]] = defaultdict(set)
         self._problem = ""
-        self._epoch = -1
         self._thread = threading.Thread(target=self._run, name="spiller", daemon=True)
         self._thread.start()
 
-    def write(self, order: Spill) -> None:
+    def write(self, order: Spill | Flush) -> None:
         self._orders.put(order)
+
+    def rewrite(self, key: str) -> None:
+        """A sample that is damaged where it lies may be written once more."""
+        self._writer.forget(key)
 
     def close(self) -> None:
         """Returns when every order is carried out and the open shard is complete."""
@@ -43,37 +49,40 @@ class Spiller:
         self._thread.join()
 
     def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            if not self._problem:
-                self._attempt(order)
-            durable = self._durable()
-            self._peer.send(Spilled(attempt=order.attempt, durable=durable, problem=self._problem))
-            self._peer.progress += 1
         try:
-            self._writer.close()
-        except (Full, OSError) as error:
-            log.warning("the last shard is not kept: %s", error)
+            while (order := self._orders.get()) is not None:
+                self._obey(order)
+                attempt = order.attempt if isinstance(order, Spill) else 0
+                self._peer.send(Spilled(attempt=attempt, durable=self._durable(), problem=self._problem))
+                self._peer.progress += 1
+            self._obey(Flush())
+        except Exception as error:
+            self._peer.inbox.put(Stop(reason=f"a block could not be kept: {error}"))
 
-    def _attempt(self, order: Spill) -> None:
-        # A full disk, or one that fails, costs what would have been kept, and never the run.
+    def _obey(self, order: Spill | Flush) -> None:
+        if self._problem:
+            return
         try:
-            if order.epoch != self._epoch:
-                self._writer.close()  # so that the new epoch can use what the last one has left
-                self._epoch = order.epoch
-            tensors = views(self._arena.slot(order.slot), order.table)
-            offsets = tensors["offsets"]
-            for at, sample in enumerate(order.samples):
-                rows = slice(int(offsets[at]), int(offsets[at + 1]))
-                ids, mask = tensors["token_ids"][rows].view(np.int32), tensors["loss_mask"][rows].view(np.uint8)
-                self._ids[sample_key(ids)] = sample
-                self._writer.add(ids, mask, tensors["features"][rows])
+            if isinstance(order, Spill):
+                self._keep(order)
+            else:
+                self._writer.close()
         except (Full, OSError) as error:
             self._problem = str(error)
             log.warning("nothing more is kept: %s", error)
 
+    def _keep(self, order: Spill) -> None:
+        tensors = views(self._arena.slot(order.slot), order.table)
+        offsets = tensors["offsets"].tolist()
+        for at, sample in enumerate(order.samples):
+            rows = slice(offsets[at], offsets[at + 1])
+            ids, mask = tensors["token_ids"][rows].view(np.int32), tensors["loss_mask"][rows].view(np.uint8)
+            self._waiting[sample_key(ids)].add(sample)
+            self._writer.add(ids, mask, tensors["features"][rows])
+
     def _durable(self) -> tuple[int, ...]:
-        """The samples of shards that were completed since the last call; the open cache knows them from here on."""
-        found: list[int] = []
+        """The samples that the open cache knows and did not before, shards included that were completed since."""
         for path in self._writer.take_completed():
-            found += [self._ids.pop(key) for key in self._cache.take_in(path) if key in self._ids]
-        return tuple(found)
+            self._cache.take_in(path)
+        there = [key for key in self._waiting if key in self._cache.samples]
+        return tuple(sample for key in there for sample in sorted(self._waiting.pop(key)))

@@ -86,8 +86,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def producer_names(self) -> list[str]:
         """The names under which producers join: those with a target in the order of their devices, then replay."""
-        replay = [] if self.cached is None else [REPLAY]
-        return [*(f"producer-{index}" for index in range(len(self.producers) // self.tensor_parallel)), *replay]
+        return [*self.computing_names, *([] if self.cached is None else [REPLAY])]
+
+    @property
+    def computing_names(self) -> list[str]:
+        """Those with a target."""
+        return [f"producer-{index}" for index in range(len(self.producers) // self.tensor_parallel)]
 
     def producer_devices(self, index: int) -> tuple[str, ...]:
         """The devices of producer `index`."""

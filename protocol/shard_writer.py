@@ -99,6 +99,10 @@ class ShardWriter:
             raise _as_full(error) from error
         self._open, self._small = [], []
 
+    def forget(self, key: str) -> None:
+        """A sample that was there is there no more, and may be added again."""
+        self._keys.discard(key)
+
     def take_completed(self) -> list[Path]:
         """The shards that were completed since the last call."""
         taken, self._completed = self._completed, []
