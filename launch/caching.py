@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import shutil
 
 import numpy as np
 from numpy.typing import NDArray
 
+from launch.cache_room import room_of, row_bytes_of
 from launch.config import Config
+from launch.spilling import LARGEST_SHARE
 from launch.start import Outline
 from producer.locate import weights_fingerprint
 from producer.precision import quantisation
-from protocol.block import CARRIERS
 from protocol.cache import FORMAT, Cache, Manifest, in_use
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError
 from protocol.plan import Plan
-from protocol.shard_writer import spare_bytes
 from protocol.shards import sample_key
-from protocol.units import show_bytes
-
-# Token ids and the loss mask.
-SMALL_BYTES_A_TOKEN = 5
 
 
 def manifest_of(config: Config, found: Outline) -> Manifest:
@@ -59,20 +54,25 @@ def open_cache(config: Config, found: Outline) -> Cache | None:
         return cache
 
 
-def coverage(config: Config, cache: Cache, dataset: TokenDataset, plan: Plan) -> str:
-    """How much of a run the cache holds, in a line. Raises RequestError, with counts, unless it holds all that a run
-    from the cache only needs."""
-    held = cache.held(dataset)
-    needed = samples_of(plan, len(dataset))
+def coverage(config: Config, found: Outline, cache: Cache, dataset: TokenDataset, plan: Plan) -> tuple[bool, list[str]]:
+    """Whether a run needs no target, and how much of it the cache holds, as lines. Raises RequestError, with counts,
+    unless it holds all that a run from the cache only needs."""
     if config.cache.mode == "spill":
-        return _spill_line(config, cache, dataset, held)
-    missing = int(np.count_nonzero(~held[needed]))
+        row_bytes = row_bytes_of(found.width, found.dtype)
+        room = room_of(config, row_bytes, len(dataset), int(dataset.lengths.sum()), cache, dataset)
+        if room.held == room.samples:
+            return True, [f"cache: {config.cache.folder} holds all {room.samples} samples; no target is loaded"]
+        few = found.ring.slots < LARGEST_SHARE
+        lines = [f"cache: the ring has {found.ring.slots} slots, too few to lend one: nothing is kept"] if few else []
+        return False, [f"cache: {room}", *lines]
+    needed = samples_of(plan, len(dataset))
+    missing = int(np.count_nonzero(~cache.held(dataset)[needed]))
     if missing:
         raise RequestError(
             f"cache.mode = only, but {cache.folder} holds {len(needed) - missing} of the {len(needed)} samples that "
             f"this run trains on, {missing} are missing: `draftwire cache build CONFIG` computes them"
         )
-    return "cache: it holds all that this run trains on; no target is loaded"
+    return True, ["cache: it holds all that this run trains on; no target is loaded"]
 
 
 def samples_of(plan: Plan, samples: int) -> NDArray[np.int64]:
@@ -82,26 +82,10 @@ def samples_of(plan: Plan, samples: int) -> NDArray[np.int64]:
     return np.unique(np.concatenate([np.array(plan.samples(step)) for step in range(plan.total_steps)]))
 
 
-def _spill_line(config: Config, cache: Cache, dataset: TokenDataset, held: NDArray[np.bool_]) -> str:
-    row_bytes = cache.manifest.width * CARRIERS[cache.manifest.dtype].itemsize + SMALL_BYTES_A_TOKEN
-    epoch_bytes = int(dataset.lengths.sum()) * row_bytes
-    lacking_bytes = int(dataset.lengths[~held].sum()) * row_bytes
-    disk = shutil.disk_usage(cache.folder)
-    room_bytes = max(disk.free - spare_bytes(disk.total), 0)
-    if config.cache.budget is not None:
-        room_bytes = min(room_bytes, max(config.cache.budget - cache.nbytes, 0))
-    share = 1 - max(lacking_bytes - room_bytes, 0) / epoch_bytes
-    return (
-        f"cache: {int(held.sum())} of the {len(dataset)} samples are in {cache.folder}; with {show_bytes(room_bytes)} "
-        f"more it holds {share:.0%} of an epoch of {show_bytes(epoch_bytes)}: so much need not be computed again"
-    )
-
-
 def missing_bytes(cache: Cache, dataset: TokenDataset) -> tuple[int, int]:
     """(samples, bytes) that the cache lacks of a dataset; what occurs twice counts once."""
     lengths: dict[str, int] = {}
     for at in range(len(dataset)):
         if (key := sample_key(dataset.tokens(at))) not in cache.samples:
             lengths[key] = int(dataset.lengths[at])
-    row_bytes = cache.manifest.width * CARRIERS[cache.manifest.dtype].itemsize + SMALL_BYTES_A_TOKEN
-    return len(lengths), sum(lengths.values()) * row_bytes
+    return len(lengths), sum(lengths.values()) * row_bytes_of(cache.manifest.width, cache.manifest.dtype)

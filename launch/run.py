@@ -102,6 +102,7 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
         raise RequestError(f"{'; '.join(notes)}: there is no checkpoint to go on from; move {where} away to begin anew")
     cache = open_cache(config, found)
     only = config.cache.mode == "only"
+    covered = False
     kept = cache.folder if cache is not None else None
     changed = _differences(earlier, config)
     _say_all(changed, say)
@@ -116,9 +117,10 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
         raise
     plan = make_plan(config, found, dataset)
     if cache is not None:
-        say(coverage(config, cache, dataset, plan))
+        covered, lines = coverage(config, found, cache, dataset, plan)
+        _say_all(lines, say)
     # Without a target there is nothing to run with a mask.
-    job, more = make_job(config, found, dataset, plan, checkpoint, only or padding_mask_of(run_dir))
+    job, more = make_job(config, found, dataset, plan, checkpoint, None if covered else padding_mask_of(run_dir))
     _say_all([*notes, *more], say)
     costs = bill(found, dataset, plan)
     write_json(run_dir / "plan.json", costs)

@@ -57,8 +57,8 @@ class Spilling:
         self._joined = self._joined or name == REPLAY
 
     def gone(self, name: str, for_good: bool) -> None:
-        """If it is the process of the cache, it has ended, or was killed and runs no more: it reads no slot from here on,
-        and what it was writing is no shard."""
+        """If it is the process of the cache: it has ended, or was killed and runs no more, so that it reads no slot
+        from here on, and what it was writing is no shard."""
         if name != REPLAY or not self.there:
             return
         self._joined = False

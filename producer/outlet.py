@@ -209,5 +209,12 @@ class ChunkOutlet:
 
 def nack(lease: Lease, reason: str, retryable: bool, samples: tuple[int, ...] = ()) -> Nack:
     """The answer to a lease that cannot be filled."""
-    place = {"step": lease.step, "index": lease.index, "kind": lease.kind, "attempt": lease.attempt}
-    return Nack(**place, reason=reason, retryable=retryable, samples=samples)
+    return Nack(
+        step=lease.step,
+        index=lease.index,
+        kind=lease.kind,
+        attempt=lease.attempt,
+        reason=reason,
+        retryable=retryable,
+        samples=samples,
+    )

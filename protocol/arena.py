@@ -60,12 +60,13 @@ def create_arena(slots: int, slot_bytes: int, free_bytes: int) -> int:
 
 
 class Arena:
-    """One process's mapping of the ring. `slot(i)` is a writable memoryview of slot i's payload."""
+    """One process's mapping of the ring, all of it `at_once` or as it is used. `slot(i)` is a writable memoryview of
+    slot i's payload."""
 
     def __init__(self, fd: int, slots: int, slot_bytes: int, at_once: bool = True) -> None:
         self.slots, self.slot_bytes = slots, slot_bytes
         self._stride_bytes = slot_stride_bytes(slot_bytes)
-        # Reserved huge pages are mapped whole. MAP_POPULATE moves the page faults of the mapping to start-up (`at_once`).
+        # Reserved huge pages are mapped whole. MAP_POPULATE moves the page faults of the mapping to start-up.
         nbytes = max(slots * self._stride_bytes, os.fstat(fd).st_size)
         self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0))
 

@@ -13,8 +13,8 @@ from protocol.units import parse_bytes
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[cache] — `mode` "off": everything is computed; "spill": what is in `dir` is read, the rest is computed and kept;
-    "only": everything is read from `dir`, and no target is loaded. `max_bytes`: what the shards in `dir` may take together, else all of the disk but a reserve. `dtype` "bf16" keeps
-    features as they stream."""
+    "only": everything is read from `dir`, and no target is loaded. `max_bytes`: what the shards in `dir` may take
+    together, else all of the disk but a reserve. `dtype` "bf16" keeps features as they stream."""
 
     mode: Literal["off", "spill", "only"] = "off"
     dir: str = "cache"

@@ -145,8 +145,8 @@ class Ledger:
         reason: str = "cannot be computed",
         harmless: bool = False,
     ) -> bool:
-        """A part cannot be filled; `samples` names the culprits, else all of the part are. `harmless`: that says nothing
-        against them. Whether it was current."""
+        """A part cannot be filled; `samples` names the culprits, else all of the part are. `harmless`: that is no try
+        of theirs. Whether it was current."""
         live = self._end_lease(key, kind, attempt, holder)
         if live is None:
             return False

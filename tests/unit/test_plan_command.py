@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from launch import plan_command, site
+from launch import cache_room, plan_command, site
+from launch.cache_room import disk_of
 from launch.cli import main
 from launch.config import Config, load_config
 from launch.machine import Gpu
 from launch.placement import GpusConfig
-from launch.plan_command import Request, free_disk_bytes, plan_run
+from launch.plan_command import Request, plan_run
 from launch.plan_table import describe
 from protocol.errors import RequestError
 
@@ -161,8 +162,8 @@ def test_a_disk_is_found_for_a_folder_that_is_not_there_yet(tmp_path: Path, monk
         seen.append(path)
         return Usage()
 
-    monkeypatch.setattr(plan_command.shutil, "disk_usage", usage)
-    assert free_disk_bytes(tmp_path / "a" / "b") == 7
+    monkeypatch.setattr(cache_room.shutil, "disk_usage", usage)
+    assert disk_of(tmp_path / "a" / "b").free == 7
     assert seen == [tmp_path]
 
 
