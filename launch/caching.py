@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from launch.cache_room import room_of, row_bytes_of
 from launch.config import Config
 from launch.spilling import LARGEST_SHARE
-from launch.start import Outline
+from launch.start import Outline, dataset_folder
 from producer.locate import weights_fingerprint
 from producer.precision import quantisation
 from protocol.cache import FORMAT, Cache, Manifest, in_use
@@ -52,6 +52,17 @@ def open_cache(config: Config, found: Outline) -> Cache | None:
     cache = Cache.create(folder, manifest_of(config, found))
     with in_use(folder), in_use(folder, ".writing", alone=True):
         return cache
+
+
+def needs_no_target(config: Config) -> bool:
+    """Whether everything is to come from the cache, as far as that is known before the data is looked at."""
+    if config.cache.mode != "spill":
+        return config.cache.mode == "only"
+    try:
+        dataset, cache = TokenDataset.open(dataset_folder(config)), Cache.open(config.cache.folder)
+    except RequestError:
+        return False
+    return bool(cache.held(dataset).all())
 
 
 def coverage(config: Config, found: Outline, cache: Cache, dataset: TokenDataset, plan: Plan) -> tuple[bool, list[str]]:

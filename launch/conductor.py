@@ -102,7 +102,7 @@ class Conductor:
             case m.Release():
                 self._release(message)
             case m.Spilled():
-                self.spilling.done(message)
+                self.out += self.spilling.done(message)
             case m.Bad():
                 self._bad(message)
             case m.Reached(step=step):
@@ -197,12 +197,9 @@ class Conductor:
     def _nack(self, name: str, message: m.Nack) -> None:
         # The samples of a damaged shard are in order: they are not quarantined.
         damaged = message.kind == "replay" and message.reason != m.TAKEN_BACK
-        if damaged and not self.spilling.there:
-            text = f"{self._job.cached}: {message.reason}; `draftwire cache verify` finds what else is damaged"
-            self.out.append((LAUNCHER, m.Error(text=text)))
+        if damaged and (end := self.spilling.damaged(message.samples, message.reason)):
+            self.out += end
             return
-        if damaged:
-            self.spilling.damaged(message.samples, message.reason)
         place = ((message.step, message.index), message.kind, message.attempt, name)
         self.ledger.nack(*place, message.retryable, reason=message.reason, harmless=damaged)
 

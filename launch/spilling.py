@@ -9,15 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 from launch.parts import Parts
+from launch.senders import LAUNCHER
 from protocol.block import Table
 from protocol.grants import Delivery
 from protocol.job import REPLAY, Job
 from protocol.ledger import Ledger
-from protocol.messages import Flush, Message, Spill, Spilled
+from protocol.messages import Again, Error, Flush, Message, Spill, Spilled
 from protocol.plan import Plan
 from protocol.slots import SPILLING
 
 LARGEST_SHARE = 4  # one slot in so many
+# A run with less of its plan left does not start again for more ranks.
+LEAST_LEFT = 0.1
+COMMAND = "`draftwire stop`, then the same `draftwire run` with `--resume --set gpus.split=auto`, lets them train"
 # Under this name what nobody replays any more is taken and given back, so that it falls to the target.
 NOBODY = "nobody"
 
@@ -28,6 +32,7 @@ class Spilling:
 
     def __init__(self, job: Job, plan: Plan, ledger: Ledger, parts: Parts, rows: list[tuple[str, Any]]) -> None:
         self.there = job.spills
+        self._job, self._plan = job, plan
         self._ledger, self._parts, self._rows = ledger, parts, rows
         self._most = job.slots // LARGEST_SHARE
         self._writing: set[int] = set()  # attempts
@@ -98,8 +103,9 @@ class Spilling:
         passed, self._epoch = epoch != self._epoch, epoch
         return [(REPLAY, Flush())] if passed and self._joined and not self._full else []
 
-    def done(self, message: Spilled) -> None:
-        """The writer is done with a slot, or with the open shard. What is durable by now may be replayed."""
+    def done(self, message: Spilled) -> list[tuple[str, Message]]:
+        """The writer is done with a slot, or with the open shard. What is durable by now may be replayed; once that is
+        everything, the run may be worth another start."""
         if message.attempt in self._writing:
             self._writing.remove(message.attempt)
             self._ledger.spilled(message.attempt)
@@ -109,19 +115,33 @@ class Spilling:
         if message.problem and not self._full:
             self._full = True
             self._say("cache full", f"the cache takes nothing more, the run goes on: {message.problem}")
-        if self._parts.complete and not self._covered:
-            self._covered = True
-            text = f"the cache holds all {self._parts.samples} samples: from here on nothing needs the target"
-            self._say("cache complete", text)
+        if self._covered or not self._parts.complete:
+            return []
+        self._covered = True
+        left = self._plan.total_steps - self._ledger.lowest_unreleased_step
+        regroups = self._job.regroups and left >= LEAST_LEFT * self._plan.total_steps
+        text = f"the cache holds all {self._parts.samples} samples: from here on nothing needs the target"
+        own = {*self._job.producers} - {*self._job.consumers, "cpu"}
+        if own and not regroups:
+            text += f"; {len(own)} GPUs of producers are idle: {COMMAND}"
+        self._say("cache complete", text)
+        return [(LAUNCHER, Again(text=text, at_once=False))] if regroups else []
 
-    def damaged(self, samples: tuple[int, ...], reason: str) -> None:
-        """These could not be replayed: the target computes them. Each shard is named once."""
+    def damaged(self, samples: tuple[int, ...], reason: str) -> list[tuple[str, Message]]:
+        """These could not be replayed: the target computes them, and each shard is named once. Where there is no target
+        the run ends, or starts again with one."""
+        if not self.there:
+            text = f"{self._job.cached}: {reason}; `draftwire cache verify` finds what else is damaged"
+            return [(LAUNCHER, Error(text=text))]
         self._damaged += len(samples)
         self._parts.forget(samples)
         shard, _, _ = reason.partition(":")
         if shard not in self._damaged_shards:
             self._damaged_shards.add(shard)
             self._say("cache damaged", f"{reason}; what is damaged there is computed and kept again")
+        if self._job.producers:
+            return []
+        return [(LAUNCHER, Again(text=f"{reason}, and no target is loaded", at_once=True))]
 
     def _say(self, what: str, text: str) -> None:
         self._rows.append(("event", {"what": what, "text": text}))

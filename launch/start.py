@@ -137,9 +137,11 @@ def make_job(
     plan: Plan,
     checkpoint: Path | None,
     padding_mask: bool | None,
+    moves: bool = False,
 ) -> tuple[Job, list[str]]:
     """The job of this start, going on from `checkpoint` if there is one, and notes for the user. `padding_mask` is what
-    the self-check of the target decided, None when everything comes from a cache and there is no target."""
+    the self-check of the target decided, None when everything comes from a cache and there is no target. `moves`:
+    devices may change sides when a cache is complete."""
     cursor = read_cursor(checkpoint) if checkpoint is not None else None
     change = check_fit(str(checkpoint), cursor, plan) if cursor is not None else ""
     notes = [f"resuming with {change}"] if change else []
@@ -185,7 +187,8 @@ def make_job(
         hang_s=parse_seconds(config.run.hang_after, "run.hang_after"),
         hosts=listening(config.hosts),
         cached=str(config.cache.folder) if config.cache.mode != "off" else None,
-        spills=config.cache.mode == "spill" and computes,
+        spills=config.cache.mode == "spill",
+        regroups=config.cache.mode == "spill" and computes and moves,
     )
     return job, notes
 

@@ -42,7 +42,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     may allocate `producer_bytes` or `consumer_bytes` on its GPU; 0: all that is free there. `padding_mask`: whether the
     target's batches are run with it. Who shows no life for `hang_s` seconds is taken to hang. The run may train for
     `max_s` seconds in all, of which `trained_s` are over; from `cooldown_step` on its rate falls. `cached`: the folder
-    of the cache that blocks are replayed from, if there is one; `spills`: what passes is kept there."""
+    of the cache that blocks are replayed from, if there is one; `spills`: what passes is kept there;
+    `regroups`: once it holds everything, the run is to go on with the producers' devices among the consumers."""
 
     run_id: str
     incarnation: int
@@ -77,6 +78,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     hosts: Listening | None = None
     cached: str | None = None
     spills: bool = False
+    regroups: bool = False
 
     @property
     def ingests(self) -> bool:

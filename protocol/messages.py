@@ -348,11 +348,19 @@ class Error(Message, frozen=True):
     text: str
 
 
+class Again(Message, frozen=True):
+    """coordinator -> launcher: the run goes on better, or only, with other processes. It stops at the next step
+    boundary, or `at_once` if blocks of the step under way will not come, and starts again from there; `text` is why."""
+
+    text: str
+    at_once: bool
+
+
 AnyMessage = (
     Hello | Welcome | Reject
     | Want | Lease | Ready | Nack | Revoke
     | Expect | Fence | Fenced | Chunk | ChunkAck
     | Credit | Deliver | Verified | Release | Bad | Reached | Go | Quarantine | Checkpointed
     | Spill | Flush | Spilled
-    | Heartbeat | Report | Snapshot | Hung | Gone | Rewind | Leave | Order | Stop | Error
+    | Heartbeat | Report | Snapshot | Hung | Gone | Rewind | Leave | Order | Stop | Error | Again
 )  # fmt: skip

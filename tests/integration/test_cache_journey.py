@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +12,8 @@ import pytest
 ONE_EPOCH = ("--set", "train.epochs=1")
 
 
-@pytest.fixture
-def cached(workspace: Any) -> Any:
-    """The workspace with [cache] in its config."""
-    with workspace.config.open("a") as file:
-        file.write(f'[cache]\ndir = "{workspace.folder / "cache"}"\n')
-    return workspace
-
-
-NO_TARGET = """
-def refuse(*arguments, **named):
-    raise AssertionError("a target was loaded")
-load_target = refuse
-"""
-
-
 def test_training_from_the_cache_equals_streaming_bit_for_bit_and_loads_no_target(
-    cached: Any, as_json: Any, patch_children: Any
+    cached: Any, as_json: Any, patch_children: Any, no_target: dict[str, str]
 ) -> None:
     """K4: the losses, the acceptance and the exported drafter are those of the streamed run."""
     assert cached.run("streamed", *ONE_EPOCH).returncode == 0
@@ -40,7 +22,7 @@ def test_training_from_the_cache_equals_streaming_bit_for_bit_and_loads_no_targe
     # The estimate, made before anything was computed, is the true size within 5 %, headers aside.
     heads = sum(json.loads(path.read_bytes())["header_bytes"] for path in Path(report["folder"]).glob("shard-*.json"))
     assert report["bytes"] - heads == pytest.approx(report["needed_bytes"], rel=0.05)
-    patch_children({"producer.target": NO_TARGET})
+    patch_children(no_target)
     only = cached.run("replayed", *ONE_EPOCH, "--set", "cache.mode=only")
     assert only.returncode == 0, only.stderr
     assert "64 of the 64 samples are in" in only.stdout
@@ -108,85 +90,3 @@ def test_other_features_and_damaged_ones_are_refused(cached: Any) -> None:
     assert "cache verify" in spoilt.stderr
     assert cached.rows("spoilt", "quarantine") == []
     assert cached.draftwire("cache", "verify", str(cached.folder / "cache")).returncode == 1
-
-
-def test_a_spilling_run_trains_as_a_streaming_one_and_fills_the_cache(cached: Any, as_json: Any) -> None:
-    """K4: first epoch, a second run from a partly filled cache, and one from the cache alone: the same losses."""
-    assert cached.run("streamed", *ONE_EPOCH).returncode == 0
-    folder = cached.folder / "cache"
-    spill = (*ONE_EPOCH, "--set", "cache.mode=spill")
-    first = cached.run("first", *spill, "--set", "cache.max_bytes=2200000")
-    assert first.returncode == 0, first.stderr
-    assert "cache: 0 of the 64 samples" in first.stdout
-    assert [row["text"] for row in cached.rows("first", "event") if row["what"] == "cache full"]
-    partly = as_json(cached.draftwire("cache", "verify", str(folder), "--json"))
-    assert 0 < partly["samples"] < 64
-    second = cached.run("second", *spill)
-    assert second.returncode == 0, second.stderr
-    assert f"cache: {partly['samples']} of the 64 samples" in second.stdout
-    filled = cached.rows("second", "stream")[-1]["filled"]
-    assert filled["replay-0"] > 0
-    assert filled["producer-0"] > 0
-    # Blocks that found a quarter of the slots taken were passed over, and counted.
-    state = cached.rows("second", "stream")[-1]
-    whole = as_json(cached.draftwire("cache", "verify", str(folder), "--json"))
-    assert whole["samples"] + state["spill_passed_over"] >= 64
-    as_json(cached.draftwire("cache", "build", str(cached.config), "--json"))
-    assert cached.run("only", *ONE_EPOCH, "--set", "cache.mode=only").returncode == 0
-    for name in ("first", "second", "only"):
-        assert cached.losses(name) == cached.losses("streamed")
-
-
-def test_later_epochs_use_what_the_first_has_left_and_half_a_block_may_come_from_there(
-    cached: Any, as_json: Any
-) -> None:
-    """Two-part fills: a cache of 40 of 64 samples, whose blocks another seed has cut otherwise."""
-    short = ("cache", "build", str(cached.config), "--set", "data.max_samples=40", "--json")
-    assert as_json(cached.draftwire(*short))["computed"] == 40
-    run = cached.run("mixed", "--set", "train.epochs=4", "--set", "train.seed=5", "--set", "cache.mode=spill")
-    assert run.returncode == 0, run.stderr
-    state = cached.rows("mixed", "stream")[-1]
-    assert state["filled"]["replay-0"] > 0
-    assert state["filled"]["producer-0"] > 0
-    # More parts than blocks were filled: some blocks came from both.
-    plan = json.loads((cached.runs / "mixed/plan.json").read_bytes())
-    assert plan["samples"] == 64
-    assert sum(state["filled"].values()) > state["blocks_produced"] or state["spilled"] > 0
-    assert state["quarantined"] == 0
-    assert as_json(cached.draftwire("cache", "ls", str(cached.folder / "cache"), "--json"))["samples"] == 64
-
-
-def test_a_damaged_shard_costs_a_spilling_run_nothing_but_the_work(cached: Any, as_json: Any) -> None:
-    assert as_json(cached.draftwire("cache", "build", str(cached.config), "--json"))["samples"] == 64
-    (shard,) = (cached.folder / "cache").glob("shard-*.safetensors")
-    content = np.fromfile(shard, np.uint8)
-    content[-200_000:-150_000] = 0
-    shard.write_bytes(content.tobytes())
-    run = cached.run("spoilt", *ONE_EPOCH, "--set", "cache.mode=spill")
-    assert run.returncode == 0, run.stderr
-    events = [row["text"] for row in cached.rows("spoilt", "event") if row["what"] == "cache damaged"]
-    assert events
-    assert shard.name in events[0]
-    state = cached.rows("spoilt", "stream")[-1]
-    assert state["quarantined"] == 0
-    assert state["filled"]["producer-0"] > 0
-
-
-def test_the_process_of_the_cache_may_be_killed(cached: Any) -> None:
-    """What it was writing is gone, its slots are not, and the run goes on with another."""
-    started = cached.start("killed", "--set", "train.epochs=60", "--set", "cache.mode=spill")
-    cached.wait_for_step("killed", 5)
-    (pid,) = [pid for pid, line in processes() if "producer.replay" in line and "killed" in line]
-    os.kill(pid, signal.SIGKILL)
-    assert started.wait(150) == 0
-    ring = cached.rows("killed", "stream")[-1]["ring"]
-    assert (ring["lost"], ring["spilling"]) == (0, 0)
-    assert cached.draftwire("cache", "verify", str(cached.folder / "cache")).returncode == 0
-
-
-def processes() -> list[tuple[int, str]]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            found.append((int(path.name), (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()))
-    return found

@@ -87,6 +87,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Order(order="stop"),
     m.Stop(reason="done"),
     m.Error(text="every slot of the ring is lost"),
+    m.Again(text="shard-0123456789ab is damaged", at_once=True),
 )
 
 
