@@ -72,13 +72,19 @@ class Spiller:
             log.warning("nothing more is kept: %s", error)
 
     def _keep(self, order: Spill) -> None:
+        """All of a block or nothing: a sample that is computed alone rounds differently than beside its fellows."""
         tensors = views(self._arena.slot(order.slot), order.table)
         offsets = tensors["offsets"].tolist()
-        for at, sample in enumerate(order.samples):
-            rows = slice(offsets[at], offsets[at + 1])
+        fresh = []
+        for sample, rows in zip(order.samples, map(slice, offsets, offsets[1:]), strict=True):
             ids, mask = tensors["token_ids"][rows].view(np.int32), tensors["loss_mask"][rows].view(np.uint8)
-            self._waiting[sample_key(ids)].add(sample)
-            self._writer.add(ids, mask, tensors["features"][rows])
+            self._waiting[key := sample_key(ids)].add(sample)
+            if self._writer.lacks(key):
+                fresh.append((ids, mask, tensors["features"][rows]))
+        if fresh:
+            self._writer.require(sum(each.nbytes for sample in fresh for each in sample))
+        for ids, mask, features in fresh:
+            self._writer.add(ids, mask, features)
 
     def _durable(self) -> tuple[int, ...]:
         """The samples that the open cache knows and did not before, shards included that were completed since."""

@@ -71,7 +71,7 @@ class ShardWriter:
         ids, mask = np.ascontiguousarray(token_ids, "<i4").tobytes(), np.ascontiguousarray(loss_mask).tobytes()
         payload = np.ascontiguousarray(features).data.cast("B")
         try:
-            self._refuse_when_full(len(payload) + len(ids) + len(mask))
+            self.require(len(payload) + len(ids) + len(mask))
             if self._file is None:
                 self._path = self._folder / (shard_name() + PART_SUFFIX)
                 self._file = DirectFile(self._path, self._limits.head_bytes)
@@ -98,6 +98,10 @@ class ShardWriter:
             self._abandon()
             raise _as_full(error) from error
         self._open, self._small = [], []
+
+    def lacks(self, key: str) -> bool:
+        """Whether `add` would write this sample."""
+        return key not in self._keys
 
     def forget(self, key: str) -> None:
         """A sample that was there is there no more, and may be added again."""
@@ -142,7 +146,7 @@ class ShardWriter:
         self._keys.difference_update(sample.key for sample in self._open)
         self._open, self._small = [], []
 
-    def _refuse_when_full(self, more_bytes: int) -> None:
+    def require(self, more_bytes: int) -> None:
         """Completes the open shard and raises Full when `more_bytes` are too many."""
         pending = self._file.size + sum(len(ids) + len(mask) for ids, mask in self._small) if self._file else 0
         pending = pending or self._limits.head_bytes
