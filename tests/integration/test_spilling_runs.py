@@ -147,6 +147,31 @@ def test_e1_damage_in_a_run_without_a_target_starts_it_again_with_one(cached: An
     samples_in(cached)
 
 
+MOVES = """
+whole_job = make_job
+def make_job(*arguments):
+    job, notes = whole_job(*arguments)
+    return msgspec.structs.replace(job, regroups=job.spills and bool(job.producers)), notes
+"""
+
+
+@pytest.mark.slow
+def test_a_complete_cache_starts_the_run_again_without_producers(cached: Any, patch_children: Any) -> None:
+    """As on a machine with several GPUs, of which this one has none."""
+    long = ("--set", "train.epochs=12", "--set", "data.eval=[]")
+    assert cached.run("streamed", *long).returncode == 0
+    patch_children({"launch.start": MOVES})
+    run = cached.run("moved", *long, *SPILL)
+    assert run.returncode == 0, run.stderr
+    assert "nothing needs the target; the run starts again by itself from its next checkpoint" in run.stdout
+    assert "holds all 64 samples; no target is loaded" in run.stdout
+    assert len(cached.rows("moved", "start")) == 2
+    assert cached.rows("moved", "end")[-1]["state"] == "done"
+    assert last(cached, "moved")["filled"].keys() == {"replay-0"}
+    streamed = cached.losses("streamed")
+    assert cached.losses("moved") == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in streamed]
+
+
 @pytest.mark.slow
 def test_kills_of_everybody_leave_a_whole_cache_and_the_losses_of_an_undisturbed_run(cached: Any) -> None:
     """K1: a rewind passes samples twice, and nothing is written twice."""

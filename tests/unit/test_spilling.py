@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -44,6 +45,7 @@ class World:
         self.filled: list[tuple[str, tuple[int, ...]]] = []
         self.trained = 0
         self.errors: list[str] = []
+        self.again: list[m.Again] = []
         self.damaged: set[int] = set()
         self.join("producer-0", "replay-0", "consumer-0")
 
@@ -87,6 +89,8 @@ class World:
                     self.write()
             case m.Error(text=text):
                 self.errors.append(text)
+            case m.Again():
+                self.again.append(message)
 
     def _fill(self, name: str, lease: m.Lease) -> None:
         key = {"step": lease.step, "index": lease.index, "kind": lease.kind, "attempt": lease.attempt}
@@ -135,8 +139,6 @@ def world(make_job: Any) -> Any:
     def make(held: list[int] | None = None, slots: int = 8, epochs: int = 1, **changes: Any) -> World:
         plan = {"epochs": epochs, "batch_tokens": 4 * LENGTH, "microbatch_tokens": 4 * LENGTH, "consumers": 1}
         job = make_job(plan=plan, slots=slots, producers=("cpu",), consumers=("cpu",), cached="c", spills=True)
-        import msgspec
-
         return World(msgspec.structs.replace(job, **changes), held or [])
 
     return make
@@ -196,6 +198,31 @@ def test_full_coverage_is_said_once(world: Any) -> None:
     assert there.events("cache complete") == []
 
 
+OWN = {"producers": ("cuda:0", "cuda:1"), "consumers": ("cuda:2",)}
+
+
+def test_gpus_that_are_idle_from_then_on_are_counted_with_what_to_type(world: Any) -> None:
+    run = world(held=list(range(28)), epochs=3, **OWN)
+    run.prompt = True
+    run.run()
+    (text,) = run.events("cache complete")
+    assert "2 GPUs of producers are idle: `draftwire stop`, then the same `draftwire run` with `--resume" in text
+    assert run.again == []
+
+
+@pytest.mark.parametrize(("epochs", "again"), [(3, True), (1, False)])
+def test_with_an_automatic_split_the_run_starts_again_unless_it_is_nearly_over(
+    world: Any, epochs: int, again: bool
+) -> None:
+    run = world(held=list(range(28)), epochs=epochs, regroups=True, **OWN)
+    run.prompt = True
+    run.run()
+    assert [(each.text, each.at_once) for each in run.again] == [
+        ("the cache holds all 32 samples: from here on nothing needs the target", False)
+    ] * again
+    assert len(run.events("cache complete")) == 1
+
+
 def test_a_full_disk_ends_the_keeping_with_one_event_and_nothing_else(world: Any) -> None:
     run = world(epochs=2)
     run.run()
@@ -220,6 +247,15 @@ def test_the_samples_of_a_damaged_shard_are_computed_and_never_quarantined(world
     assert len(run.events("cache damaged")) == 1  # of one shard
     assert "shard-0123456789ab" in run.events("cache damaged")[0]
     assert run.state()["damaged"] >= 8
+
+
+def test_without_a_target_a_spilling_run_starts_again_with_one(world: Any) -> None:
+    run = world(held=list(range(32)), producers=())
+    run.damaged = {3}
+    run.run()
+    assert run.errors == []
+    assert [each.at_once for each in run.again] == [True]
+    assert "shard-0123456789ab" in run.again[0].text
 
 
 def test_without_a_target_a_damaged_shard_ends_the_run(world: Any) -> None:
