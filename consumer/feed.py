@@ -131,6 +131,8 @@ class Feed:
         key = {"step": message.step, "index": message.index, "attempt": message.attempt}
         found = self._sound_block(message)
         if isinstance(found, Poison):
+            if message.slot >= 0:
+                self._arena.mend(message.slot)
             self._peer.send(Bad(**key, samples=found.samples, reason=found.reason))
             self._peer.send(Credit(blocks=1))
             return

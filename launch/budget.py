@@ -140,7 +140,7 @@ def divide(placement: Placement, gpus: Sequence[Gpu], producer: Need, consumer: 
         if device == "cpu":
             continue
         gpu = gpus[int(device.partition(":")[2])]
-        produces, consumes = device in placement.producers, device in placement.consumers
+        produces, consumes = device in placement.producers and not placement.alone, device in placement.consumers
         if produces and consumes:
             spare = gpu.free_bytes - 2 * CONTEXT_BYTES - producer.total - consumer.total
             if spare < 0:
@@ -162,7 +162,8 @@ def shortage(
 
     `host_bytes` is what the run needs of the host's `free_bytes` beside its processes on CPUs.
     """
-    roles = ((placement.producers, producer.total), (placement.consumers, consumer.total))
+    producers = () if placement.alone else placement.producers
+    roles = ((producers, producer.total), (placement.consumers, consumer.total))
     for device in dict.fromkeys((*placement.producers, *placement.consumers)):
         needs = [total for devices, total in roles if device in devices]
         if device != "cpu":

@@ -82,7 +82,7 @@ def _fill(
         epoch = msgspec.structs.replace(config, train=whole)
         plan = make_plan(epoch, found, dataset)
         job, _ = make_job(epoch, found, dataset, plan, None, padding_mask_of(build_dir))
-        job = msgspec.structs.replace(job, producers=found.placement.producers, cached=None, producer_bytes=0)
+        job = msgspec.structs.replace(job, producer_bytes=0, cached=None, spills=False)
         write_json(build_dir / "config.resolved.json", msgspec.to_builtins(config))
         write_job(build_dir, job)
         count = len(job.producer_names)

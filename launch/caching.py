@@ -8,19 +8,17 @@ import json
 import numpy as np
 from numpy.typing import NDArray
 
+from launch.cache_room import room_of, row_bytes_of
 from launch.config import Config
-from launch.start import Outline
+from launch.spilling import LARGEST_SHARE
+from launch.start import Outline, dataset_folder
 from producer.locate import weights_fingerprint
 from producer.precision import quantisation
-from protocol.block import CARRIERS
-from protocol.cache import FORMAT, Cache, Manifest
+from protocol.cache import FORMAT, Cache, Manifest, in_use
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError
 from protocol.plan import Plan
 from protocol.shards import sample_key
-
-# Token ids and the loss mask.
-SMALL_BYTES_A_TOKEN = 5
 
 
 def manifest_of(config: Config, found: Outline) -> Manifest:
@@ -40,24 +38,52 @@ def manifest_of(config: Config, found: Outline) -> Manifest:
     return Manifest(FORMAT, found.width, found.dtype, fingerprint)
 
 
-def open_for_replay(config: Config, found: Outline) -> Cache:
-    """The cache of a configuration. Raises RequestError when there is none, or one of other features."""
-    cache = Cache.open(config.cache.folder)
-    cache.refuse_other(manifest_of(config, found))
-    return cache
+def open_cache(config: Config, found: Outline) -> Cache | None:
+    """The cache of a configuration, made when it is to be filled; None without one. Raises RequestError when there is
+    none to read from, when it holds other features, and when another run fills it."""
+    folder = config.cache.folder
+    match config.cache.mode:
+        case "off":
+            return None
+        case "only":
+            cache = Cache.open(folder)
+            cache.refuse_other(manifest_of(config, found))
+            return cache
+    cache = Cache.create(folder, manifest_of(config, found))
+    with in_use(folder), in_use(folder, ".writing", alone=True):
+        return cache
 
 
-def check_covered(cache: Cache, dataset: TokenDataset, plan: Plan) -> str:
-    """How much of a run the cache holds, in a line. Raises RequestError, with counts, unless it holds all."""
-    held = cache.held(dataset)
+def needs_no_target(config: Config) -> bool:
+    """Whether everything is to come from the cache, as far as that is known before the data is looked at."""
+    if config.cache.mode != "spill":
+        return config.cache.mode == "only"
+    try:
+        dataset, cache = TokenDataset.open(dataset_folder(config)), Cache.open(config.cache.folder)
+    except RequestError:
+        return False
+    return bool(cache.held(dataset).all())
+
+
+def coverage(config: Config, found: Outline, cache: Cache, dataset: TokenDataset, plan: Plan) -> tuple[bool, list[str]]:
+    """Whether a run needs no target, and how much of it the cache holds, as lines. Raises RequestError, with counts,
+    unless it holds all that a run from the cache only needs."""
+    if config.cache.mode == "spill":
+        row_bytes = row_bytes_of(found.width, found.dtype)
+        room = room_of(config, row_bytes, len(dataset), int(dataset.lengths.sum()), cache, dataset)
+        if room.held == room.samples:
+            return True, [f"cache: {config.cache.folder} holds all {room.samples} samples; no target is loaded"]
+        few = found.ring.slots < LARGEST_SHARE
+        lines = [f"cache: the ring has {found.ring.slots} slots, too few to lend one: nothing is kept"] if few else []
+        return False, [f"cache: {room}", *lines]
     needed = samples_of(plan, len(dataset))
-    missing = int(np.count_nonzero(~held[needed]))
+    missing = int(np.count_nonzero(~cache.held(dataset)[needed]))
     if missing:
         raise RequestError(
             f"cache.mode = only, but {cache.folder} holds {len(needed) - missing} of the {len(needed)} samples that "
             f"this run trains on, {missing} are missing: `draftwire cache build CONFIG` computes them"
         )
-    return "cache: it holds all that this run trains on; no target is loaded"
+    return True, ["cache: it holds all that this run trains on; no target is loaded"]
 
 
 def samples_of(plan: Plan, samples: int) -> NDArray[np.int64]:
@@ -73,5 +99,4 @@ def missing_bytes(cache: Cache, dataset: TokenDataset) -> tuple[int, int]:
     for at in range(len(dataset)):
         if (key := sample_key(dataset.tokens(at))) not in cache.samples:
             lengths[key] = int(dataset.lengths[at])
-    row_bytes = cache.manifest.width * CARRIERS[cache.manifest.dtype].itemsize + SMALL_BYTES_A_TOKEN
-    return len(lengths), sum(lengths.values()) * row_bytes
+    return len(lengths), sum(lengths.values()) * row_bytes_of(cache.manifest.width, cache.manifest.dtype)

@@ -7,7 +7,6 @@ import math
 import os
 import queue
 import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,20 +17,21 @@ import msgspec
 from consumer.checkpoints import newest_good, read_cursor
 from launch.live import Screen
 from launch.machine import threads_per_process
+from launch.rendezvous import ranks_environment
 from launch.restarts import RESTARTS, Restarts
 from launch.signals import Interrupted, Signals
 from protocol.child import FAILED_FOR_GOOD, WRONG_REQUEST
 from protocol.errors import RunError
-from protocol.gate import ABANDON, COOLDOWN, STOP
+from protocol.gate import ABANDON, COOLDOWN, STOP, UNCACHED
 from protocol.job import INGEST, REPLAY, TOKEN_VARIABLE, Job, write_job
-from protocol.messages import Error, Gone, Hung, Order, Rewind, Snapshot, Stop
+from protocol.messages import Again, Error, Gone, Hung, Order, Rewind, Snapshot, Stop
 from protocol.peer import Peer, hello
 from protocol.supervise import REAP_S, Child, await_news
 
 # Exit codes of a consumer: the plan is done, or it stopped at a step boundary after a checkpoint.
 DONE, INTERRUPTED = 0, 75
 TICK_S = 0.1
-GRACE_S = 20.0
+GRACE_S, SHARD_GRACE_S = 20.0, 120.0  # who fills a cache completes its open shard first
 # A run that cannot go on gets so long for the checkpoint of what it has trained.
 LAST_CHECKPOINT_S = 60.0
 # On a CPU, PyTorch and the oneDNN below it each keep what they compiled for the last 1024 shapes of a bf16 product, a
@@ -59,9 +59,7 @@ class Crew:
         # What stands for a role's own module: `draftwire tune` measures one side beside a part that costs nothing.
         self._modules = modules or {}
         self._hosts = hosts  # what only those who listen to other hosts may know
-        token = secrets.token_hex(32)
-        threads = str(threads_per_process())
-        base = {"OMP_NUM_THREADS": threads, TOKEN_VARIABLE: token}
+        base = {"OMP_NUM_THREADS": str(threads_per_process()), TOKEN_VARIABLE: secrets.token_hex(32)}
         self._environment = base | COMPILED_PRODUCTS | ranks_environment(len(job.consumers))
         self._step = job.start_step
         self._restarts = Restarts()
@@ -69,6 +67,7 @@ class Crew:
         self._dying: dict[str, float] = {}  # killed because they hung, and until when they may take to end
         self._lost: set[str] = set()
         self._last_words: str | None = None
+        self._again: Again | None = None
         self._filled: dict[str, int] = {}  # blocks by producer
         self._checkpoint_problem: str | None = None
         self._deadline = math.inf
@@ -78,8 +77,8 @@ class Crew:
         self._told = 0  # of the coordinator's news
 
     def work(self, over: Callable[[], bool] = lambda: False) -> tuple[str, str]:
-        """("done" | "interrupted" | "over", reason), the last when `over` says so. Raises RunError with the lines for
-        the user, Interrupted."""
+        """("done" | "interrupted" | "again" | "over", reason): "again": the run is to go on with other processes,
+        "over": `over` says so. Raises RunError with the lines for the user, Interrupted."""
         self._start("coordinator")
         greeting = hello("launcher", "launcher", 0, self._token, self._job.schema)
         self._peer = Peer(self._job.address, self._job.run_id, greeting, self._job.hang_s)
@@ -99,6 +98,8 @@ class Crew:
                 raise RunError(self._last_words)
             if all(code == DONE for code in codes):
                 return "done", ""
+            if self._again is not None and not self._stopping and self._has_paused(codes, self._again):
+                return "again", self._again.text
             if all(code in (DONE, INTERRUPTED) for code in codes):
                 return "interrupted", "stopped at a step boundary after a checkpoint"
 
@@ -108,7 +109,8 @@ class Crew:
             self._peer.send(Order(order="done"))
             self._children["coordinator"].wait(GRACE_S)
         for child in self._children.values():
-            child.end(GRACE_S if self._signals.wishes < 2 else 0.0)
+            grace_s = SHARD_GRACE_S if child.name == REPLAY else GRACE_S
+            child.end(grace_s if self._signals.wishes < 2 else 0.0)
         if self._peer is not None:
             self._peer.close()
 
@@ -167,8 +169,17 @@ class Crew:
                     self._end_hung(name, reason)
                 case Error(text=text):
                     self._give_up(text, text)
+                case Again() if self._again is None and self._last_words is None:
+                    self._again, self._deadline = message, time.monotonic() + LAST_CHECKPOINT_S
+                    self._screen.say(f"{message.text}; the run starts again by itself from its next checkpoint")
+                    self._tell(Order(order=ABANDON if message.at_once else STOP))
                 case Stop(reason=reason):
                     raise RunError(f"the run is cut off: {reason} (log: {self._run_dir}/log/coordinator.log)")
+
+    def _has_paused(self, codes: list[int | None], again: Again) -> bool:
+        """Whether the run has come to its checkpoint; where blocks do not come, that is not waited for long."""
+        late = again.at_once and (self._step == self._job.start_step or time.monotonic() > self._deadline)
+        return late or None not in codes
 
     def _note(self, state: dict[str, Any]) -> None:
         self._step, self._filled = state["step"], state["filled"]
@@ -218,7 +229,11 @@ class Crew:
         self._tell(Gone(name=name, reaped=True, how=child.how()))
         pause_s = self._restarts.died(name, self._step, self._filled.get(name, 0))
         if child.exit_code() in (WRONG_REQUEST, FAILED_FOR_GOOD) or pause_s is None:
-            self._give_up(child.obituary(), _last_words(child, self._step, looping=pause_s is None))
+            if name == REPLAY and self._job.producers:  # what it would have read can be computed
+                self._lost.add(name)
+                self._tell(Order(order=UNCACHED))
+            else:
+                self._give_up(child.obituary(), _last_words(child, self._step, looping=pause_s is None))
             return
         again = f" in {pause_s:.0f} s" if pause_s else ""
         self._screen.say(f"{child.obituary()}; starting it again{again}")
@@ -230,7 +245,7 @@ class Crew:
         self._tell(Gone(name=name, reaped=False, how="was killed"))
         text = f"{name} was killed and does not end; the run goes on without it and without the slots it may write"
         self._screen.say(text)
-        if self._lost.issuperset(self._job.producer_names):
+        if self._lost.issuperset(self._job.computing_names or [REPLAY]):
             self._give_up(text, f"{text}: no producer is left")
 
     def _rewind(self, dead: str) -> None:
@@ -282,13 +297,3 @@ def _last_words(child: Child, step: int, looping: bool) -> str:
     often = f"; that was the {RESTARTS + 1}th time while the run stood at step {step}" if looping else ""
     tail = "".join(f"\n    {line}" for line in child.tail())
     return child.obituary() + often + (f"; the end of its log:{tail}" if tail else "")
-
-
-def ranks_environment(consumers: int) -> dict[str, str]:
-    """The environment that torchrun would give, so that consumers find each other; only several need it."""
-    if consumers < 2:
-        return {}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {"WORLD_SIZE": str(consumers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -67,7 +67,7 @@ class Ingest:
             if isinstance(message, Stop):
                 return message
             if isinstance(message, Expect):
-                self._arena.begin(message.slot, message.attempt)
+                self._arena.sign(message.slot, message.attempt)
                 self._send(message.holder, self._intake.expect(message))
             elif isinstance(message, Fence):
                 self._intake.fence(message.holder)

@@ -67,6 +67,8 @@ def _split_of(run_dir: Path, gpus: int, tensor_parallel: int) -> str | None:
     if not any((run_dir / "checkpoints").glob("step-*")) or not (run_dir / "job.json").exists():
         return None
     job = read_job(run_dir)
+    if not job.producers:
+        return None
     devices = {device for device in (*job.producers, *job.consumers) if device != "cpu"}
     if len(devices) != gpus or not gpus or job.tensor_parallel != tensor_parallel:
         return None

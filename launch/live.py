@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from launch.progress import progress_line
+from launch.progress import progress_line, show_cache
 from protocol.units import show_bytes, show_seconds
 
 # First status after this long, then again as often: nobody should wonder whether it hangs.
@@ -123,6 +123,8 @@ def view(state: dict[str, Any]) -> Table:
     if state["acceptance"] is not None:
         rows.append(("acceptance length", f"{state['acceptance']:.3f}"))
         rows.append(("k drafts accepted", _shares(state["acceptance_per_position"])))
+    if state["cache"] is not None:
+        rows.append(("cache", show_cache(state["cache"])))
     rows.append(("streamed", show_bytes(state["bytes_streamed"])))
     if state["waiting"] is not None:
         rows.append(("waiting", f"for {state['waiting']}"))

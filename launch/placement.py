@@ -28,11 +28,13 @@ class GpusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class Placement(msgspec.Struct, frozen=True):
     """One entry a process: "cpu" or "cuda:i", i counting the visible devices. A producer is `tensor_parallel` processes
-    in a row, which share one target."""
+    in a row, which share one target. `alone`: everything comes from a cache and every device trains; `producers` are
+    those where a target is loaded if something must be made from it first."""
 
     producers: tuple[str, ...]
     consumers: tuple[str, ...]
     tensor_parallel: int = 1
+    alone: bool = False
 
     @property
     def by_producer(self) -> list[tuple[str, ...]]:
@@ -46,11 +48,14 @@ class Placement(msgspec.Struct, frozen=True):
         return len(self.by_producer) + len(self.consumers)
 
 
-def place(config: GpusConfig, gpus: int, tensor_parallel: int = 1) -> Placement:
-    """Devices for a machine with `gpus` visible GPUs (0: everything on the CPU).
+def place(config: GpusConfig, gpus: int, tensor_parallel: int = 1, alone: bool = False) -> Placement:
+    """Devices for a machine with `gpus` visible GPUs (0: everything on the CPU); `alone`: no target is needed.
 
     Raises RequestError when the split asks for what is not there, or gives a role nothing.
     """
+    if alone and gpus > 1 and config == GpusConfig():
+        devices = tuple(f"cuda:{index}" for index in range(gpus))
+        return Placement(devices[:tensor_parallel], devices, tensor_parallel, alone=True)
     placement = _placed(config, gpus, tensor_parallel)
     if odd := len(placement.producers) % tensor_parallel:
         key = "gpus.split" if config.producers is None else "gpus.producers"
@@ -108,6 +113,8 @@ def _placed(config: GpusConfig, gpus: int, tensor_parallel: int) -> Placement:
 
 def show_placement(placement: Placement, gpus: Sequence[Gpu]) -> str:
     """Who runs where, by the index that the config counts in and by the machine's own names."""
+    if placement.alone:
+        return "nothing is computed; consumers on " + ", ".join(_device(each, gpus) for each in placement.consumers)
     shared = set(placement.producers) & set(placement.consumers) - {"cpu"}
     consumers = [(device,) for device in placement.consumers]
     sides = [

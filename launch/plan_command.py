@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 
 from launch.bill import about_steps, bill_of, checkpoints_disk_bytes
+from launch.cache_room import cache_of, disk_of, room_of, row_bytes_of
 from launch.config import Config
 from launch.corpus import Corpus, Drawn, counted, estimated, given
 from launch.fitting import fitted, measured_target
@@ -53,6 +53,7 @@ def plan_run(config: Config, request: Request, say: Say) -> dict[str, Any]:
     costs = bill_of(corpus, found.width, itemsize, train.batch_tokens, train.epochs, train.max_steps, steps)
     checkpoints = checkpoints_disk_bytes(found.checkpoint_bytes, train.keep_checkpoints)
     passes = min(train.epochs, costs.steps / about_steps(corpus, train.batch_tokens, 1, None))
+    spent = _hours(config, found, plan.site.gpus, folder, corpus, passes)
     return {
         "basis": corpus.basis,
         "samples": corpus.samples,
@@ -63,7 +64,7 @@ def plan_run(config: Config, request: Request, say: Say) -> dict[str, Any]:
         **msgspec.to_builtins(costs),
         "eligible_anchors": corpus.eligible,
         "anchors_per_epoch": corpus.anchors,
-        "free_disk_bytes": free_disk_bytes(dump_folder(config)),
+        "free_disk_bytes": disk_of(dump_folder(config)).free,
         "disk": str(dump_folder(config)),
         "taps": list(found.shape.target_layer_ids),
         "hidden_size": found.shape.hidden_size,
@@ -79,22 +80,29 @@ def plan_run(config: Config, request: Request, say: Say) -> dict[str, Any]:
         "free_memory_bytes": plan.site.free_bytes if plan.site.here else None,
         "checkpoints_disk_bytes": checkpoints,
         "devices": roles(found, plan.site.gpus),
-        "hours": msgspec.to_builtins(_hours(config, found, plan.site.gpus, folder, corpus, passes)),
+        "hours": msgspec.to_builtins(spent),
+        "cache": _cache(config, found, dataset, corpus, None if spent is None else spent.producer / passes),
         "notes": plan.notes,
     }
 
 
 def dump_folder(config: Config) -> Path:
     """Where a dump of the features would lie."""
-    return Path(config.run.dir)
+    return Path(config.run.dir) if config.cache.mode == "off" else config.cache.folder
 
 
-def free_disk_bytes(folder: Path) -> int:
-    """What is free on the disk of a folder that need not be there yet."""
-    there = folder.resolve()
-    while not there.exists():
-        there = there.parent
-    return shutil.disk_usage(there).free
+def _cache(
+    config: Config, found: Outline, dataset: TokenDataset | None, corpus: Corpus, producer_hours: float | None
+) -> dict[str, Any] | None:
+    """What a cache of this configuration holds, may hold and saves in each later epoch, `producer_hours` of which the
+    target takes for all of it; None without one."""
+    if config.cache.mode == "off":
+        return None
+    cache = cache_of(config.cache.folder, found.width, found.dtype, found.shape.target_layer_ids)
+    row_bytes = row_bytes_of(found.width, found.dtype)
+    room = room_of(config, row_bytes, corpus.samples, corpus.tokens, cache, dataset)
+    saved = None if producer_hours is None else producer_hours * room.share
+    return {**msgspec.to_builtins(room), "share": room.share, "saved_hours": saved}
 
 
 def _check(config: Config, request: Request) -> None:

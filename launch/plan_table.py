@@ -19,6 +19,7 @@ def describe(bill: Mapping[str, Any]) -> list[str]:
         ("anchors", _anchors(bill)),
         ("features", _features(bill)),
         ("full dump", _dump(bill)),
+        *([("cache", _cache(bill["cache"]))] if bill["cache"] is not None else []),
         ("ring", f"{show_bytes(bill['ring_bytes'])} in {bill['ring_slots']} slots instead of it"),
         ("host memory", _host(bill)),
         *((names, _device(row)) for names, row in _alike(bill["devices"])),
@@ -60,6 +61,16 @@ def _dump(bill: Mapping[str, Any]) -> str:
     span = f" ({show_bytes(low_high[0])} to {show_bytes(low_high[1])})" if low_high else ""
     text = f"{show_bytes(whole)}{span}; {show_bytes(free)} free at {bill['disk']}"
     return text + (f": {100 * free / whole:.2g} % of it would fit" if whole > free else "")
+
+
+def _cache(cache: Mapping[str, Any]) -> str:
+    hours = cache["saved_hours"]
+    saved = f", about {show_seconds(3600 * hours)} of the producers" if hours is not None else ""
+    return (
+        f"{cache['held']:,} samples are in {cache['folder']}, which may grow by {show_bytes(cache['room_bytes'])}: "
+        f"{cache['share']:.0%} of an epoch of {show_bytes(cache['epoch_bytes'])}; each later epoch saves so much "
+        f"of the target's work{saved}"
+    )
 
 
 def _host(bill: Mapping[str, Any]) -> str:

@@ -23,6 +23,8 @@ def progress_line(state: dict[str, Any]) -> str:
         f"ring {filled} ready + {ring['leased']} filling of {state['ring_slots']}",
         f"waits: producer {state['producer_wait_share']:.0%} consumer {state['consumer_wait_share']:.0%}",
     ]
+    if state["cache"] is not None:
+        parts.append(f"cache {show_cache(state['cache'])}")
     for what in ("restarts", "quarantined", "skipped", "checkpoints_failed"):
         if state[what]:
             parts.append(f"{what.replace('_', ' ')} {state[what]}")
@@ -30,6 +32,14 @@ def progress_line(state: dict[str, Any]) -> str:
         parts.append(f"waiting for {state['waiting']}")
     parts.append(f"left {show_seconds(state['eta_s'])}" if state["eta_s"] is not None else "left: not known yet")
     return " | ".join(parts)
+
+
+def show_cache(cache: dict[str, Any]) -> str:
+    """What a spilling run has of its cache; `cache` is that of a snapshot."""
+    parts = [f"{cache['held']:,} of {cache['samples']:,} samples held", f"{cache['replayed_tokens']:,} tokens read"]
+    parts.append(f"{cache['kept']:,} samples kept" + (", nothing more is" if cache["full"] else ""))
+    parts += [f"{cache[what]:,} {what.replace('_', ' ')}" for what in ("passed_over", "damaged") if cache[what]]
+    return ", ".join(parts)
 
 
 def _side(state: dict[str, Any], side: str, done: str) -> str:

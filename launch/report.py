@@ -12,6 +12,7 @@ from typing import Any
 
 from launch.metrics import Row, learned, of_kind, read_rows
 from launch.plot import Point, line_chart, smooth
+from launch.progress import show_cache
 from launch.summary import summarise
 from protocol.units import show_bytes, show_seconds
 
@@ -134,6 +135,7 @@ def _stream(summary: dict[str, Any], rows: list[Row]) -> str:
         f"{show_bytes(summary['full_dump_bytes'] or 0)} of disk",
         *(f"- {side}s waited {share:.0%} of their time{since}" for side, share in waits if share is not None),
         *([f"- split: {summary['advice']['text']}"] if summary["advice"] is not None else []),
+        *([f"- cache: {show_cache(summary['cache'])}"] if summary["cache"] is not None else []),
         f"- restarts: {summary['restarts']}; quarantined samples: {summary['quarantined']}; "
         f"skipped steps: {summary['skipped']}",
         *_balance(rows),

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from consumer.checkpoints import newest_good
-from launch.caching import check_covered, open_for_replay
+from launch.caching import coverage, needs_no_target, open_cache
 from launch.checkpoint_commands import export_checkpoint
 from launch.config import Config
 from launch.crew import DONE, INTERRUPTED, Crew
@@ -72,7 +72,10 @@ def run(config: Config, resume: bool, screen: Screen, forked_from: Path | None =
             raise RequestError(
                 f"{run_dir} already holds a run: --resume goes on with it, --set run.name=NAME starts another"
             )
-        return _run_locked(config, run_dir, forked_from or run_dir, signals, screen)
+        earlier = forked_from or run_dir
+        while (code := _run_locked(config, run_dir, earlier, signals, screen)) is None:
+            earlier = run_dir
+        return code
     except Interrupted:
         screen.say(_after_an_interruption(run_dir))
         return STOPPED_AT_ONCE
@@ -80,18 +83,20 @@ def run(config: Config, resume: bool, screen: Screen, forked_from: Path | None =
         lock.release()
 
 
-def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, screen: Screen) -> int:
+def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, screen: Screen) -> int | None:
+    """One start; None when another one is to follow, with other processes."""
     say = screen.say
     gpus, free_bytes = visible_gpus(), free_memory_bytes()
-    division = split_to_use(config, gpus, run_dir, say)
-    placement = place(division, len(gpus), config.target.tensor_parallel)
+    alone = needs_no_target(config)
+    division = config.gpus if alone else split_to_use(config, gpus, run_dir, say)
+    placement = place(division, len(gpus), config.target.tensor_parallel, alone)
     check_free(config.hosts)
     check_installed(config.log)
     if config.target.model == EMBEDDED:
         one_off("convert", "producer.embedded", [], run_dir, signals, screen)
     target_dir = locate_target(config.target, say)
     checkpoint, notes = newest_good(run_dir / "checkpoints")
-    reckon = undecided(division, len(gpus))
+    reckon = not alone and undecided(division, len(gpus))
     prepared = None  # else the data says how much memory its samples take, and how much work they are
     if config.data.limit is None or reckon:
         prepared = prepare_alone(config, target_dir, run_dir, signals, screen)
@@ -107,12 +112,13 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
     elif notes:
         where = run_dir / "checkpoints"
         raise RequestError(f"{'; '.join(notes)}: there is no checkpoint to go on from; move {where} away to begin anew")
-    cache = open_for_replay(config, found) if config.cache.mode == "only" else None
+    cache = open_cache(config, found)
+    only, covered = config.cache.mode == "only", False
     kept = cache.folder if cache is not None else None
     changed = _differences(earlier, config)
     _say_all(changed, say)
     try:
-        dataset = set_up(config, found, checkpoint, run_dir, signals, screen, kept, cached_only=cache is not None)
+        dataset = set_up(config, found, checkpoint, run_dir, signals, screen, kept, cached_only=only)
     except Interrupted:
         append_row(run_dir / "metrics.jsonl", "end", {"state": "interrupted", "reason": "while it was being prepared"})
         raise
@@ -122,9 +128,13 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
         raise
     plan = make_plan(config, found, dataset)
     if cache is not None:
-        say(check_covered(cache, dataset, plan))
+        covered, lines = coverage(config, found, cache, dataset, plan)
+        _say_all(lines, say)
+    if placement.alone and not covered:  # the data has changed since it was looked at
+        return None
     # Without a target there is nothing to run with a mask.
-    job, more = make_job(config, found, dataset, plan, checkpoint, cache is not None or padding_mask_of(run_dir))
+    moves = config.gpus.split == "auto" and config.gpus.producers is None and len(gpus) > 1
+    job, more = make_job(config, found, dataset, plan, checkpoint, None if covered else padding_mask_of(run_dir), moves)
     _say_all([*notes, *more], say)
     costs = bill(found, dataset, plan)
     write_json(run_dir / "plan.json", costs)
@@ -153,7 +163,7 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
 
 def _supervise(
     job: Job, run_dir: Path, start: dict[str, Any], hosts: dict[str, str], signals: Signals, screen: Screen
-) -> int:
+) -> int | None:
     # Asked anew: the set-up may have taken minutes.
     ring_fd = create_arena(job.slots, job.slot_bytes, free_memory_bytes())
     try:
@@ -171,11 +181,14 @@ def _supervise(
         finally:
             crew.end()
             screen.settle()
-            _close(run_dir, state, reason, screen.say)
+            if state != "again":
+                _close(run_dir, state, reason, screen.say)
     finally:
         os.close(ring_fd)
     if state == "failed":
         raise RunError(reason)
+    if state == "again":
+        return None
     _say_all(_ended(run_dir, state), screen.say)
     return DONE if state == "done" else INTERRUPTED
 

@@ -17,13 +17,14 @@ from protocol.messages import (
     Release,
     Report,
     Rewind,
+    Spilled,
     Verified,
     Want,
 )
 
 LAUNCHER = "launcher"
 SENT_BY: dict[str, tuple[type[Message], ...]] = {
-    "producer": (Want, Ready, Nack),
+    "producer": (Want, Ready, Nack, Spilled),
     "consumer": (Credit, Verified, Release, Bad, Reached, Report, Checkpointed),
     INGEST: (Fenced,),
     LAUNCHER: (Gone, Rewind, Order),

@@ -136,10 +136,12 @@ def make_job(
     dataset: TokenDataset,
     plan: Plan,
     checkpoint: Path | None,
-    padding_mask: bool,
+    padding_mask: bool | None,
+    moves: bool = False,
 ) -> tuple[Job, list[str]]:
     """The job of this start, going on from `checkpoint` if there is one, and notes for the user. `padding_mask` is what
-    the self-check of the target decided."""
+    the self-check of the target decided, None when everything comes from a cache and there is no target. `moves`:
+    devices may change sides when a cache is complete."""
     cursor = read_cursor(checkpoint) if checkpoint is not None else None
     change = check_fit(str(checkpoint), cursor, plan) if cursor is not None else ""
     notes = [f"resuming with {change}"] if change else []
@@ -148,7 +150,7 @@ def make_job(
     if checkpoint is not None:
         _check_same_training(checkpoint, shape, weights)
     # A part of an abstract socket's address, which holds 107 bytes.
-    only = config.cache.mode == "only"
+    computes = padding_mask is not None
     run_id = f"{re.sub('[^A-Za-z0-9._-]', '-', config.run.name)[:40]}-{secrets.token_hex(6)}"
     job = Job(
         run_id=run_id,
@@ -158,7 +160,7 @@ def make_job(
         transport="shm" if config.ring.transport == "auto" else config.ring.transport,
         payload_address=payload_endpoint(run_id),
         target_dir=str(found.target_dir),
-        padding_mask=padding_mask,
+        padding_mask=bool(padding_mask),
         dataset_dir=str(dataset_folder(config)),
         taps=found.shape.target_layer_ids,
         width=found.width,
@@ -172,19 +174,21 @@ def make_job(
         start_step=cursor.next_step if cursor is not None else 0,
         checkpoint=str(checkpoint) if checkpoint is not None else None,
         quarantined=cursor.quarantined if cursor is not None else {},
-        producers=() if only else found.placement.producers,
+        producers=found.placement.producers if computes else (),
         consumers=found.placement.consumers,
         tensor_parallel=found.placement.tensor_parallel,
         producer_bytes=found.budgets.producer,
         # Nobody is there to share with.
-        consumer_bytes=0 if only else found.budgets.consumer,
+        consumer_bytes=found.budgets.consumer if computes else 0,
         max_s=config.train.max_hours * 3600 if config.train.max_hours is not None else None,
         trained_s=cursor.trained_s if cursor is not None else 0.0,
         cooldown_step=cursor.cooldown_step if cursor is not None else None,
         quarantine_limit=config.train.quarantine_limit,
         hang_s=parse_seconds(config.run.hang_after, "run.hang_after"),
         hosts=listening(config.hosts),
-        cached=str(config.cache.folder) if only else None,
+        cached=str(config.cache.folder) if config.cache.mode != "off" else None,
+        spills=config.cache.mode == "spill",
+        regroups=config.cache.mode == "spill" and computes and moves,
     )
     return job, notes
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.metrics import learned, of_kind, read_rows
+from launch.progress import show_cache
 from launch.runfolder import is_alive
 from protocol.units import show_bytes, show_seconds
 
@@ -67,6 +68,7 @@ def summarise(run_dir: Path, ended: bool = False) -> dict[str, Any]:
         "advice": last_stream.get("advice"),
         "bytes_streamed": _streamed(rows),
         "full_dump_bytes": plan.get("full_dump_bytes"),
+        "cache": last_stream.get("cache"),
         "quarantined": last_stream.get("quarantined", 0),
         "skipped": sum(row.get("skipped", False) for row in steps),
         "starts": sum(row["kind"] == "start" for row in lives),
@@ -105,6 +107,8 @@ def describe(summary: dict[str, Any]) -> list[str]:
             f"quarantined samples {summary['quarantined']}"
             + (f", skipped steps {summary['skipped']}" if summary["skipped"] else "")
         )
+    if summary["cache"] is not None:
+        lines.append(f"cache: {show_cache(summary['cache'])}")
     if summary["advice"] is not None:
         lines.append(f"split: {summary['advice']['text']}")
     if summary["state"] == "running" and summary["producer_tokens_per_s"] is not None:

@@ -15,7 +15,7 @@ from protocol.messages import AnyMessage, Lease, Message, Report, Rewind, Want
 RATE_WINDOW_S = 30.0
 FIGURES = ("loss", "accuracy")
 # Events that a person who watches is told.
-TOLD = ("init_from", "skipped", "cooldown", "finish")
+TOLD = ("init_from", "skipped", "cooldown", "finish", "cache full", "cache damaged", "cache lost", "cache complete")
 NEWS_AT_ONCE = 10
 
 
@@ -25,6 +25,9 @@ class Tally:
 
     def __init__(self, job: Job, costs: Costs, balance: Balance) -> None:
         self._job, self._costs, self._balance = job, costs, balance
+        # What fills blocks from a cache beside a target is not counted among the producers.
+        self._kind = "model" if job.producers else "replay"
+        self._local = len(job.computing_names) or 1
         self._step: dict[str, Any] = {"step": job.start_step}
         self._eval: dict[str, Any] = {}
         self._first_want_s: float | None = None
@@ -42,7 +45,7 @@ class Tally:
 
     def note(self, message: AnyMessage | Message, now: float) -> None:
         """A message that passed through the coordinator at monotonic time `now`."""
-        if isinstance(message, Want | Lease) and self._first_want_s is None:
+        if isinstance(message, Want | Lease) and message.kind == self._kind and self._first_want_s is None:
             self._first_want_s = self._producing_until_s = now
         if isinstance(message, Report) and message.kind == "step":
             self._skipped += message.row["skipped"]
@@ -85,6 +88,11 @@ class Tally:
         """What happened that a person should hear of, in this start: how much of it, and the newest lines."""
         return {"news_count": self._news_count, "news": list(self._news)}
 
+    def _cache(self, conductor: Conductor) -> dict[str, Any] | None:
+        """What a spilling run has of its cache; None for any other."""
+        state = conductor.spilling.state()
+        return state and state | {"replayed_tokens": conductor.replayed_tokens}
+
     def state(self, conductor: Conductor, now: float) -> dict[str, Any]:
         """The snapshot that the live view, `metrics.jsonl` and `status` share; waits are shares of each side's time."""
         produced = conductor.produced_tokens
@@ -95,7 +103,7 @@ class Tally:
         span_s = max(now - then, 1e-9)
         if self._first_want_s is not None:
             # Those of other hosts come and go.
-            producers = len(self._job.producer_names) + len(conductor.remotes)
+            producers = self._local + len(conductor.remotes)
             self._producing_s += (now - self._producing_until_s) * producers
             self._producing_until_s = now
         running_s = self._producing_s
@@ -122,6 +130,7 @@ class Tally:
             "ring": counts,
             "ring_slots": self._job.slots,
             "bytes_streamed": conductor.streamed_bytes,
+            "cache": self._cache(conductor),
             "quarantined": len(conductor.ledger.quarantined),
             "restarts": self._restarts,
             "filled": dict(conductor.filled),

@@ -32,6 +32,7 @@ from producer.checked import padding_mask_of
 from producer.config import EMBEDDED
 from producer.locate import locate_target
 from protocol.block import CARRIERS
+from protocol.cache_config import CacheConfig
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError, RunError
 from protocol.job import Job
@@ -170,9 +171,10 @@ def other_sizes(own: int, gpus: int) -> list[int]:
 
 
 def _for_trial(config: Config) -> Config:
-    """The configuration with next to no evaluation; its data is the same, so that the dataset is."""
+    """The configuration without a cache, with next to no evaluation; its data is the same, so that the dataset is."""
     evaluation = replace(config.eval, every=0, prompts=1, max_new_tokens=2)
-    return replace(config, eval=evaluation, train=replace(config.train, max_steps=None, max_hours=None))
+    train = replace(config.train, max_steps=None, max_hours=None)
+    return replace(config, eval=evaluation, train=train, cache=CacheConfig())
 
 
 def _endless(config: Config, tokens: int) -> Config:

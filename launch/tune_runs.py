@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from launch.crew import COMPILED_PRODUCTS, Crew, ranks_environment
+from launch.crew import COMPILED_PRODUCTS, Crew
 from launch.live import Screen
 from launch.machine import free_memory_bytes, threads_per_process
 from launch.metrics import append_row, of_kind, read_rows
+from launch.rendezvous import ranks_environment
 from launch.signals import Interrupted, Signals
 from protocol.arena import create_arena
 from protocol.errors import RequestError, RunError

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import queue
 from collections import deque
+from collections.abc import Callable
 
-from protocol.messages import AnyMessage, Lease, Revoke, Stop
+from protocol.messages import AnyMessage, Flush, Lease, Revoke, Spill, Stop
 
 
 class Assignments:
-    """Reads a peer's inbox. For one thread."""
+    """Reads a peer's inbox, for one thread. `spill` is handed what is to be kept, as soon as it is read."""
 
-    def __init__(self, inbox: queue.Queue[AnyMessage]) -> None:
-        self._inbox = inbox
+    def __init__(
+        self, inbox: queue.Queue[AnyMessage], spill: Callable[[Spill | Flush], None] = lambda order: None
+    ) -> None:
+        self._inbox, self._spill = inbox, spill
         self._leases: deque[Lease] = deque()
         self._revoked: set[int] = set()
         self._stop: Stop | None = None
@@ -42,5 +45,7 @@ class Assignments:
                 self._leases.append(message)
             case Revoke(attempt=attempt):
                 self._revoked.add(attempt)
+            case Spill() | Flush():
+                self._spill(message)
             case Stop():
                 self._stop = message

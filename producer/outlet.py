@@ -53,11 +53,11 @@ class ArenaOutlet:
         self._arena, self._peer = arena, peer
 
     def room(self, lease: Lease, wanted: Callable[[], bool] = lambda: True) -> memoryview:
-        self._arena.begin(lease.slot, lease.attempt)
+        self._arena.sign(lease.slot, lease.attempt)
         return self._arena.slot(lease.slot)
 
     def commit(self, lease: Lease, ranges: Iterable[tuple[int, int]], ready: Ready) -> None:
-        self._arena.end(lease.slot, lease.attempt)
+        self._arena.sign(lease.slot, lease.attempt)
         self._peer.send(ready)
 
     def abandon(self, lease: Lease) -> None:
@@ -207,7 +207,14 @@ class ChunkOutlet:
         raise RunError(f"ingest has {done} nothing for {patience_s:.0f} s")
 
 
-def nack(lease: Lease, reason: str, retryable: bool) -> Nack:
+def nack(lease: Lease, reason: str, retryable: bool, samples: tuple[int, ...] = ()) -> Nack:
     """The answer to a lease that cannot be filled."""
-    step, index, kind, attempt = lease.step, lease.index, lease.kind, lease.attempt
-    return Nack(step=step, index=index, kind=kind, attempt=attempt, reason=reason, retryable=retryable)
+    return Nack(
+        step=lease.step,
+        index=lease.index,
+        kind=lease.kind,
+        attempt=lease.attempt,
+        reason=reason,
+        retryable=retryable,
+        samples=samples,
+    )

@@ -6,9 +6,12 @@ it is read, so a damaged shard is named and never trained on.
 
 from __future__ import annotations
 
+import logging
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ import numpy as np
 from producer.assignments import Assignments
 from producer.lease_layout import fill_small_tensors, lease_offsets, lease_table
 from producer.outlet import nack
+from producer.spiller import Spiller
 from protocol.arena import Arena
 from protocol.block import checksum, views
 from protocol.cache import Cache, Damaged, in_use
@@ -25,9 +29,11 @@ from protocol.errors import RunError
 from protocol.job import REPLAY, Job, read_job, read_section, run_token
 from protocol.messages import TAKEN_BACK, Lease, Nack, Ready, Stop, Want
 from protocol.peer import Peer, hello
+from protocol.shard_writer import ShardWriter, remove_fragments
 from protocol.shards import sample_key
 
 KIND = "replay"
+log = logging.getLogger(__name__)
 # Leases at hand, so that the disk is never without one.
 AHEAD = 2
 THREADS = 4
@@ -36,9 +42,10 @@ THREADS = 4
 class Replay:
     """A joined replay producer over an open cache."""
 
-    def __init__(self, job: Job, cache: Cache, arena: Arena, peer: Peer) -> None:
+    def __init__(self, job: Job, cache: Cache, arena: Arena, peer: Peer, spiller: Spiller | None) -> None:
         self._job, self._cache, self._arena, self._peer = job, cache, arena, peer
-        self._assignments = Assignments(peer.inbox)
+        self._spiller = spiller
+        self._assignments = Assignments(peer.inbox, *([spiller.write] if spiller is not None else []))
         self._used: set[str] = set()
 
     def run(self) -> str:
@@ -57,25 +64,30 @@ class Replay:
         if not self._assignments.wanted(lease):
             return nack(lease, TAKEN_BACK, retryable=True)
         started_s = time.monotonic()
-        self._arena.begin(lease.slot, lease.attempt)
+        self._arena.sign(lease.slot, lease.attempt)
         tensors = views(self._arena.slot(lease.slot), lease_table(lease, self._job))
         fill_small_tensors(lease, tensors)
         offsets, token_ids = lease_offsets(lease), np.frombuffer(lease.token_ids, "<i4")
+        keys = {at: sample_key(token_ids[offsets[at] : offsets[at + 1]]) for at in lease.positions}
 
-        def read(at: int) -> int:
-            rows = slice(offsets[at], offsets[at + 1])
-            key = sample_key(token_ids[rows])
-            if key not in self._cache.samples:
-                raise Damaged(f"sample {lease.samples[at]} is not in {self._cache.folder}")
-            self._used.add(self._cache.samples[key][0])
-            self._cache.read_into(key, tensors["features"][rows])
-            return checksum(tensors["features"][rows])
+        def read(at: int) -> int | Damaged:
+            features = tensors["features"][offsets[at] : offsets[at + 1]]
+            if keys[at] not in self._cache.samples:
+                return Damaged(f"{self._cache.folder}: sample {lease.samples[at]} is not there")
+            self._used.add(self._cache.samples[keys[at]][0])
+            try:
+                self._cache.read_into(keys[at], features)
+            except Damaged as damage:
+                return damage
+            return checksum(features)
 
-        try:
-            total = sum(pool.map(read, lease.positions)) % 2**64
-        except Damaged as damage:
-            return nack(lease, str(damage), retryable=True)
-        self._arena.end(lease.slot, lease.attempt)
+        sums = dict(zip(lease.positions, pool.map(read, lease.positions), strict=True))
+        if damages := {at: found for at, found in sums.items() if isinstance(found, Damaged)}:
+            self._strike({keys[at] for at in damages})
+            samples = tuple(lease.samples[at] for at in damages)
+            return nack(lease, str(next(iter(damages.values()))), retryable=True, samples=samples)
+        total = sum(found for found in sums.values() if isinstance(found, int)) % 2**64
+        self._arena.sign(lease.slot, lease.attempt)
         busy_s = time.monotonic() - started_s
         return Ready(
             step=lease.step,
@@ -88,16 +100,37 @@ class Replay:
             figures=(),
         )
 
+    def _strike(self, keys: set[str]) -> None:
+        """What is damaged is not there any more for a run that can compute it, and is kept anew when it has been."""
+        if self._spiller is None:
+            return
+        for key in keys:
+            self._spiller.rewrite(key)
+        try:
+            self._cache.strike(keys & self._cache.samples.keys())
+        except OSError as error:  # it stays in the index, and is found damaged again by the next who reads it
+            log.warning("%s: %s", self._cache.folder, error)
+
 
 def main(run_dir: Path, index: int, ring_fd: int) -> None:
     """Raises RunError when the coordinator is lost, RequestError when the cache is being pruned."""
     job = read_job(run_dir)
-    folder = read_section(run_dir, "cache", CacheConfig).folder
-    with in_use(folder):
-        cache = Cache.open(folder)
+    config = read_section(run_dir, "cache", CacheConfig)
+    # The coordinator's STOP ends this process, after the shard that is open; the launcher's patience is bounded anyway.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with ExitStack() as stack:
+        stack.enter_context(in_use(config.folder))
+        if job.spills:
+            stack.enter_context(in_use(config.folder, ".writing", alone=True))
+            remove_fragments(config.folder)
+        cache = Cache.open(config.folder)
         greeting = hello("producer", REPLAY, index, run_token(), job.schema)
         peer = Peer(job.address, job.run_id, greeting, job.hang_s)
-        reason = Replay(job, cache, Arena(ring_fd, job.slots, job.slot_bytes), peer).run()
+        arena = Arena(ring_fd, job.slots, job.slot_bytes)
+        spiller = Spiller(cache, ShardWriter(cache, config.budget), arena, peer) if job.spills else None
+        reason = Replay(job, cache, arena, peer, spiller).run()
+        if spiller is not None:
+            spiller.close()
         peer.close()
         cache.close()
     if reason != "done":

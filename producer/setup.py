@@ -69,9 +69,10 @@ def _make_what_is_missing(args: SetupArgs, target: Callable[[], Target], say: Sa
         raise RequestError(f"drafter.taps: {wrong[0]} is not a layer; {folder.name} has 0 to {facts['num_layers'] - 1}")
     tokenizer = load_tokenizer(folder, args.target.trust_remote_code)
     dataset = prepare(args.data, tokenizer, facts, Path(args.dataset_dir), say)
-    if args.cached_only and args.cache_dir is not None:
-        held = int(Cache.open(Path(args.cache_dir)).held(dataset).sum())
+    held = int(Cache.open(Path(args.cache_dir)).held(dataset).sum()) if args.cache_dir is not None else 0
+    if args.cached_only:
         say(f"cache: {held} of the {len(dataset)} samples are in {args.cache_dir}")
+    computes = not args.cached_only and held < len(dataset)
     if args.resumed is not None:
         _check_resumable(args.resumed, dataset)
     weights = target_fingerprint(folder, args.target, args.devices[0])
@@ -90,7 +91,8 @@ def _make_what_is_missing(args: SetupArgs, target: Callable[[], Target], say: Sa
         say(f"wrote {init_path}")
     if not args.data.eval:
         say("data.eval is not set: no evaluation shard, acceptance length will not be measured")
-        _check_target(args, dataset, weights, target, say)
+        if computes:
+            _check_target(args, dataset, weights, target, say)
         return dataset
     fingerprint = shard_fingerprint(
         args.data, dataset.fingerprint, weights, args.taps, args.eval_prompts, args.eval_max_new_tokens
@@ -110,14 +112,14 @@ def _make_what_is_missing(args: SetupArgs, target: Callable[[], Target], say: Sa
         )
         kept.keep(eval_path, fingerprint)
         say(f"wrote {eval_path}: {rows} prompts with the target's own answers")
-    _check_target(args, dataset, weights, target, say)
+    if computes:
+        _check_target(args, dataset, weights, target, say)
     return dataset
 
 
 def _check_target(args: SetupArgs, dataset: TokenDataset, weights: str, target: Callable[[], Target], say: Say) -> None:
-    """The self-check, last of all: it may leave the layers compiled. Without a target there is nothing to check."""
-    if args.cached_only:
-        return
+    """The self-check, last of all: it may leave the layers compiled. Where a cache holds everything there is no
+    target to check."""
     run_dir, compiled = Path(args.run_dir), args.target.compiles_on(args.devices[0])
     devices = " + ".join(torch.cuda.get_device_name(each) if each != "cpu" else each for each in args.devices)
     software = f"torch {torch.__version__}, transformers {transformers.__version__}, compiled {compiled}"

@@ -7,6 +7,7 @@ sealed, because a peer could otherwise truncate it under another. Each slot lies
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -15,7 +16,7 @@ from collections.abc import Collection
 import numpy as np
 
 from protocol.errors import RequestError
-from protocol.marks import CANARY_BYTES, problem_of, sign, stamp
+from protocol.marks import CANARY_BYTES, lay, problem_of, sign
 from protocol.pages import HUGE_PAGE_BYTES, fill_with_huge_pages, reserved_bytes, transparent_are_offered
 from protocol.units import show_bytes
 
@@ -41,28 +42,33 @@ def create_arena(slots: int, slot_bytes: int, free_bytes: int) -> int:
     if size_bytes > free_bytes:
         raise RequestError(f"{hint} but {free}: lower ring.bytes")
     huge_bytes = _whole(size_bytes, HUGE_PAGE_BYTES)
+    fd = -1
     if huge_bytes <= reserved_bytes():
-        try:
-            return _allocate(huge_bytes, os.MFD_HUGETLB | os.MFD_HUGE_2MB)
-        except OSError:
-            pass  # another program was faster, or a limit of its own applies to them: small pages will do
+        # Another program may be faster, or a limit of its own apply to them: small pages will do.
+        with contextlib.suppress(OSError):
+            fd = _allocate(huge_bytes, os.MFD_HUGETLB | os.MFD_HUGE_2MB)
     try:
-        return _allocate(size_bytes, 0)
+        fd = fd if fd >= 0 else _allocate(size_bytes, 0)
     except OSError as error:
         raise RequestError(
             f"{hint} could not be allocated ({error.strerror}), {free.removeprefix('only ')}: lower ring.bytes"
         ) from error
+    arena = Arena(fd, slots, slot_bytes, at_once=False)
+    for index in range(slots):
+        arena.mend(index)
+    return fd
 
 
 class Arena:
-    """One process's mapping of the ring. `slot(i)` is a writable memoryview of slot i's payload."""
+    """One process's mapping of the ring, all of it `at_once` or as it is used. `slot(i)` is a writable memoryview of
+    slot i's payload."""
 
-    def __init__(self, fd: int, slots: int, slot_bytes: int) -> None:
+    def __init__(self, fd: int, slots: int, slot_bytes: int, at_once: bool = True) -> None:
         self.slots, self.slot_bytes = slots, slot_bytes
         self._stride_bytes = slot_stride_bytes(slot_bytes)
         # Reserved huge pages are mapped whole. MAP_POPULATE moves the page faults of the mapping to start-up.
         nbytes = max(slots * self._stride_bytes, os.fstat(fd).st_size)
-        self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0))
 
     @property
     def location(self) -> tuple[int, int]:
@@ -73,14 +79,14 @@ class Arena:
     def slot(self, index: int) -> memoryview:
         return self._parts(index)[1]
 
-    def begin(self, index: int, attempt: int) -> None:
-        """Marks slot `index` as being filled by `attempt`, before its first byte is written."""
-        header, _, canary = self._parts(index)
-        stamp(header, canary, index, attempt)
-
-    def end(self, index: int, attempt: int) -> None:
-        """Says once more whose slot it is, after its last byte was written: a late writer gives itself away."""
+    def sign(self, index: int, attempt: int) -> None:
+        """Marks slot `index` as being filled by `attempt`: before its first byte is written, and once more after the
+        last, so that a late writer gives itself away."""
         sign(self._parts(index)[0], index, attempt)
+
+    def mend(self, index: int) -> None:
+        """Makes the canary of slot `index` whole, for whoever has found it damaged and said so."""
+        lay(self._parts(index)[2])
 
     def problem(self, index: int, attempts: Collection[int]) -> str:
         """What the marks of slot `index` say against its being what `attempts` wrote; "" when nothing does."""

@@ -52,10 +52,7 @@ class Cache:
         self._fds: dict[str, int] = {}
         self._opening = threading.Lock()
         for path in shards_of(folder):
-            if (index := read_index(path)) is not None:
-                self.shards[path.name] = index
-                self.nbytes += index.nbytes
-                self.samples |= {sample.key: (path.name, sample) for sample in index.samples}
+            self.take_in(path)
 
     @classmethod
     def open(cls, folder: Path) -> Cache:
@@ -84,6 +81,13 @@ class Cache:
         cache.refuse_other(manifest)
         return cache
 
+    def take_in(self, shard: Path) -> None:
+        """Reads the index of a shard, which may have come since the cache was opened; nothing when it is not whole."""
+        if (index := read_index(shard)) is not None:
+            self.shards[shard.name] = index
+            self.nbytes += index.nbytes
+            self.samples |= {sample.key: (shard.name, sample) for sample in index.samples}
+
     def refuse_other(self, manifest: Manifest) -> None:
         """Raises RequestError unless this cache holds features that `manifest` describes."""
         mine, asked = self.manifest.fingerprint, manifest.fingerprint
@@ -109,6 +113,15 @@ class Cache:
             raise Damaged(f"{name}: {error}") from None
         if found != len(room) or xxhash.xxh3_64_intdigest(room) != sample.features:
             raise Damaged(f"{name}: sample {key} is damaged")
+
+    def strike(self, keys: set[str]) -> None:
+        """Takes damaged samples out of the indices of their shards: from here on they are not there. For who holds the
+        lock of writers; the bytes stay. Raises OSError."""
+        names = {self.samples.pop(key)[0] for key in keys}
+        for name in names:
+            whole = [sample for sample in self.shards[name].samples if sample.key not in keys]
+            self.shards[name] = msgspec.structs.replace(self.shards[name], samples=whole)
+            write_durably(index_path(self.folder / name), msgspec.json.encode(self.shards[name]))
 
     def touch(self, shards: set[str]) -> None:
         """Notes that these shards were used: `prune --unused-since` goes by that."""

@@ -11,6 +11,7 @@ STOP = "stop"
 ABANDON = "abandon"
 COOLDOWN = "cooldown"  # the rate falls from this boundary on; whoever gives GO says so with it
 FINISH = "finish"
+UNCACHED = "uncached"  # nothing is replayed any more: the target computes all that is left
 
 
 class GoAhead(Struct, frozen=True):

@@ -42,7 +42,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     may allocate `producer_bytes` or `consumer_bytes` on its GPU; 0: all that is free there. `padding_mask`: whether the
     target's batches are run with it. Who shows no life for `hang_s` seconds is taken to hang. The run may train for
     `max_s` seconds in all, of which `trained_s` are over; from `cooldown_step` on its rate falls. `cached`: the folder
-    of the cache that blocks are replayed from, if there is one."""
+    of the cache that blocks are replayed from, if there is one; `spills`: what passes is kept there;
+    `regroups`: once it holds everything, the run is to go on with the producers' devices among the consumers."""
 
     run_id: str
     incarnation: int
@@ -76,6 +77,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cooldown_step: int | None = None
     hosts: Listening | None = None
     cached: str | None = None
+    spills: bool = False
+    regroups: bool = False
 
     @property
     def ingests(self) -> bool:
@@ -85,8 +88,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def producer_names(self) -> list[str]:
         """The names under which producers join: those with a target in the order of their devices, then replay."""
-        replay = [] if self.cached is None else [REPLAY]
-        return [*(f"producer-{index}" for index in range(len(self.producers) // self.tensor_parallel)), *replay]
+        return [*self.computing_names, *([] if self.cached is None else [REPLAY])]
+
+    @property
+    def computing_names(self) -> list[str]:
+        """Those with a target."""
+        return [f"producer-{index}" for index in range(len(self.producers) // self.tensor_parallel)]
 
     def producer_devices(self, index: int) -> tuple[str, ...]:
         """The devices of producer `index`."""

@@ -143,15 +143,17 @@ class Ledger:
         retryable: bool,
         samples: tuple[int, ...] | None = None,
         reason: str = "cannot be computed",
+        harmless: bool = False,
     ) -> bool:
-        """A part cannot be filled; `samples` names the culprits, else all of the part are. Whether it was current."""
+        """A part cannot be filled; `samples` names the culprits, else all of the part are. `harmless`: that is no try
+        of theirs. Whether it was current."""
         live = self._end_lease(key, kind, attempt, holder)
         if live is None:
             return False
         if not live.fenced:
             entry = self._window.entries[key]
             entry.reopen(live.part, self._parts_of)
-            if not live.revoked:
+            if not (live.revoked or harmless):
                 self._fail(entry, {holder}, _named(live.part.samples, samples), reason, final=not retryable)
         self._window.after_writing(live.lease.slot)
         return not live.fenced

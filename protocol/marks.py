@@ -4,10 +4,11 @@
     payload
     canary   all bytes up to the next slot's header, 64 at least
 
-A writer stamps both when it begins and signs the header once more when it has ended. A block may have two writers at
-once, so its header must name one of the attempts that it was filled by. A late writer of any other attempt has then
-either not signed since the last of these began, and what it still writes shows in the block's sum, or it has, and its
-attempt stands there. The canary tells who writes past the end of a slot.
+A writer signs the header when it begins and once more when it has ended. A block may have two writers at once, so its
+header must name one of the attempts that it was filled by. A late writer of any other attempt has then either not
+signed since the last of these began, and what it still writes shows in the block's sum, or it has, and its attempt
+stands there. The canary tells who writes past the end of a slot. It is laid when the ring is made and again by a
+consumer that found it damaged, never by a writer: of two at once, one would mend what the other has done.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ _MAGIC = int.from_bytes(b"DWSLOT\r\n", "little")
 _CANARY = bytes.fromhex("c5a93b5e71d2ed86")
 
 
-def stamp(header: memoryview, canary: memoryview, slot: int, attempt: int) -> None:
-    """Marks a slot as being filled by `attempt`; what was done to its marks before is gone."""
+def lay(canary: memoryview) -> None:
+    """Makes a canary whole."""
     canary[:] = _intact(len(canary))
-    sign(header, slot, attempt)
 
 
 def sign(header: memoryview, slot: int, attempt: int) -> None:
-    """Writes the header alone: the canary keeps what was done to it since the stamp."""
+    """Marks a slot as being filled by `attempt`."""
     words = header.cast("Q")  # stored whole, so that two writers at once leave the attempt of one of them
     words[0], words[1], words[2], words[3] = _MAGIC, _LAYOUT, slot, attempt
 

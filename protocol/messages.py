@@ -92,7 +92,8 @@ TAKEN_BACK = "taken back"
 
 
 class Nack(Message, frozen=True):
-    """producer -> coordinator: this lease cannot be filled; the slot has been left alone since."""
+    """producer -> coordinator: this lease cannot be filled; the slot has been left alone since. `samples` names those
+    that could not be read from a cache; the others of the lease may be asked for again."""
 
     step: int
     index: int
@@ -100,6 +101,7 @@ class Nack(Message, frozen=True):
     attempt: int
     reason: str
     retryable: bool
+    samples: tuple[int, ...]
 
 
 class Revoke(Message, frozen=True):
@@ -244,6 +246,33 @@ class Checkpointed(Message, frozen=True):
     write_s: float
 
 
+# --- the disk cache --------------------------------------------------------------------------------------------------
+
+
+class Spill(Message, frozen=True):
+    """coordinator -> replay: this slot holds a sound block that was delivered as `attempt` and is released. It is kept
+    as it is until SPILLED."""
+
+    attempt: int
+    slot: int
+    table: Table
+    samples: tuple[int, ...]
+
+
+class Flush(Message, frozen=True):
+    """coordinator -> replay: an epoch is over, the next one is to find in the cache what this one has left. The open
+    shard is completed, and SPILLED says what is in it."""
+
+
+class Spilled(Message, frozen=True):
+    """replay -> coordinator: done with the slot of `attempt` (0: the answer to FLUSH). `durable`: samples that can be
+    replayed since the last of these messages. A `problem` says why nothing more is kept."""
+
+    attempt: int
+    durable: tuple[int, ...]
+    problem: str
+
+
 # --- life ------------------------------------------------------------------------------------------------------------
 
 
@@ -319,10 +348,19 @@ class Error(Message, frozen=True):
     text: str
 
 
+class Again(Message, frozen=True):
+    """coordinator -> launcher: the run goes on better, or only, with other processes. It stops at the next step
+    boundary, or `at_once` if blocks of the step under way will not come, and starts again from there; `text` is why."""
+
+    text: str
+    at_once: bool
+
+
 AnyMessage = (
     Hello | Welcome | Reject
     | Want | Lease | Ready | Nack | Revoke
     | Expect | Fence | Fenced | Chunk | ChunkAck
     | Credit | Deliver | Verified | Release | Bad | Reached | Go | Quarantine | Checkpointed
-    | Heartbeat | Report | Snapshot | Hung | Gone | Rewind | Leave | Order | Stop | Error
+    | Spill | Flush | Spilled
+    | Heartbeat | Report | Snapshot | Hung | Gone | Rewind | Leave | Order | Stop | Error | Again
 )  # fmt: skip

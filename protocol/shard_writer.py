@@ -35,6 +35,11 @@ from protocol.units import show_bytes
 FREE_SHARE, MOST_FREE_BYTES = 0.02, 10 << 30
 
 
+def spare_bytes(disk_bytes: int) -> int:
+    """What is kept free on a disk of this size."""
+    return min(MOST_FREE_BYTES, int(disk_bytes * FREE_SHARE))
+
+
 class Full(Exception):
     """Nothing more fits: the budget is used up, or the disk is. Whole shards stay."""
 
@@ -55,6 +60,7 @@ class ShardWriter:
         self._path = Path()
         self._small: list[tuple[bytes, bytes]] = []
         self._open: list[Sample] = []
+        self._completed: list[Path] = []
 
     def add(self, token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8], features: NDArray[np.generic]) -> bool:
         """Adds a sample: token ids and mask `[L]`, features `[L, width]` as protocol.block carries them. False when it
@@ -65,7 +71,7 @@ class ShardWriter:
         ids, mask = np.ascontiguousarray(token_ids, "<i4").tobytes(), np.ascontiguousarray(loss_mask).tobytes()
         payload = np.ascontiguousarray(features).data.cast("B")
         try:
-            self._refuse_when_full(len(payload) + len(ids) + len(mask))
+            self.require(len(payload) + len(ids) + len(mask))
             if self._file is None:
                 self._path = self._folder / (shard_name() + PART_SUFFIX)
                 self._file = DirectFile(self._path, self._limits.head_bytes)
@@ -93,6 +99,19 @@ class ShardWriter:
             raise _as_full(error) from error
         self._open, self._small = [], []
 
+    def lacks(self, key: str) -> bool:
+        """Whether `add` would write this sample."""
+        return key not in self._keys
+
+    def forget(self, key: str) -> None:
+        """A sample that was there is there no more, and may be added again."""
+        self._keys.discard(key)
+
+    def take_completed(self) -> list[Path]:
+        """The shards that were completed since the last call."""
+        taken, self._completed = self._completed, []
+        return taken
+
     def _complete(self, file: DirectFile) -> None:
         ids_at = file.size
         masks_at = ids_at + sum(len(ids) for ids, _ in self._small)
@@ -116,6 +135,7 @@ class ShardWriter:
         write_durably(index_path(shard), msgspec.json.encode(index))
         self.samples += len(samples)
         self.nbytes += nbytes
+        self._completed.append(shard)
 
     def _abandon(self) -> None:
         """The open shard could not be written: nothing of it stays."""
@@ -126,12 +146,12 @@ class ShardWriter:
         self._keys.difference_update(sample.key for sample in self._open)
         self._open, self._small = [], []
 
-    def _refuse_when_full(self, more_bytes: int) -> None:
+    def require(self, more_bytes: int) -> None:
         """Completes the open shard and raises Full when `more_bytes` are too many."""
         pending = self._file.size + sum(len(ids) + len(mask) for ids, mask in self._small) if self._file else 0
         pending = pending or self._limits.head_bytes
         disk = shutil.disk_usage(self._folder)
-        spare = min(MOST_FREE_BYTES, int(disk.total * FREE_SHARE))
+        spare = spare_bytes(disk.total)
         reason = ""
         if self._budget is not None and self.nbytes + pending + more_bytes > self._budget:
             reason = "cache.max_bytes is used up"

@@ -31,7 +31,7 @@ def main(run_dir: Path, index: int, ring_fd: int) -> None:
     while not isinstance(lease := assignments.next(), Stop):
         started_s = time.monotonic()
         tokens, samples = sum(lease.lengths), len(lease.samples)
-        arena.begin(lease.slot, lease.attempt)
+        arena.sign(lease.slot, lease.attempt)
         tensors = views(arena.slot(lease.slot), block_table(tokens, samples, job.width, job.dtype))
         tensors["token_ids"][:] = np.frombuffer(lease.token_ids, "<i4")
         tensors["loss_mask"][:] = np.frombuffer(lease.loss_mask, np.uint8)
@@ -41,7 +41,7 @@ def main(run_dir: Path, index: int, ring_fd: int) -> None:
         # A sleep that was a little too long is made up for by the next one.
         done_s = max(done_s, started_s - 0.02) + tokens / tokens_per_s
         time.sleep(max(done_s - time.monotonic(), 0.0))
-        arena.end(lease.slot, lease.attempt)
+        arena.sign(lease.slot, lease.attempt)
         place = {"step": lease.step, "index": lease.index, "kind": lease.kind, "attempt": lease.attempt}
         busy_s = tokens / tokens_per_s
         peer.send(Ready(**place, checksum=checksum(tensors["features"]), busy_s=busy_s, halved=0, figures=()))

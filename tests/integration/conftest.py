@@ -198,3 +198,22 @@ def as_json() -> Callable[[subprocess.CompletedProcess[str]], dict[str, Any]]:
         return answer
 
     return parse
+
+
+@pytest.fixture
+def cached(workspace: Workspace) -> Workspace:
+    """The workspace with [cache] in its config."""
+    with workspace.config.open("a") as file:
+        file.write(f'[cache]\ndir = "{workspace.folder / "cache"}"\n')
+    return workspace
+
+
+@pytest.fixture
+def no_target() -> dict[str, str]:
+    """For `patch_children`: whoever loads a target fails."""
+    code = """
+def refuse(*arguments, **named):
+    raise AssertionError("a target was loaded")
+load_target = refuse
+"""
+    return {"producer.target": code}

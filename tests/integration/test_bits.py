@@ -216,8 +216,7 @@ def write_over_the_end(way: Way) -> None:
     ("damage", "reason"),
     [
         (write_over_the_end, "the canary behind slot 0 was overwritten"),
-        (lambda way: way.arena.begin(0, way.attempt - 1), "slot 0 was written by attempt {stale}, not {attempt}"),
-        (lambda way: way.arena.end(0, way.attempt - 1), "slot 0 was written by attempt {stale}, not {attempt}"),
+        (lambda way: way.arena.sign(0, way.attempt - 1), "slot 0 was written by attempt {stale}, not {attempt}"),
     ],
 )
 @pytest.mark.parametrize("when", ["before", "while it is copied"])

@@ -12,23 +12,8 @@ import pytest
 ONE_EPOCH = ("--set", "train.epochs=1")
 
 
-@pytest.fixture
-def cached(workspace: Any) -> Any:
-    """The workspace with [cache] in its config."""
-    with workspace.config.open("a") as file:
-        file.write(f'[cache]\ndir = "{workspace.folder / "cache"}"\n')
-    return workspace
-
-
-NO_TARGET = """
-def refuse(*arguments, **named):
-    raise AssertionError("a target was loaded")
-load_target = refuse
-"""
-
-
 def test_training_from_the_cache_equals_streaming_bit_for_bit_and_loads_no_target(
-    cached: Any, as_json: Any, patch_children: Any
+    cached: Any, as_json: Any, patch_children: Any, no_target: dict[str, str]
 ) -> None:
     """K4: the losses, the acceptance and the exported drafter are those of the streamed run."""
     assert cached.run("streamed", *ONE_EPOCH).returncode == 0
@@ -37,7 +22,7 @@ def test_training_from_the_cache_equals_streaming_bit_for_bit_and_loads_no_targe
     # The estimate, made before anything was computed, is the true size within 5 %, headers aside.
     heads = sum(json.loads(path.read_bytes())["header_bytes"] for path in Path(report["folder"]).glob("shard-*.json"))
     assert report["bytes"] - heads == pytest.approx(report["needed_bytes"], rel=0.05)
-    patch_children({"producer.target": NO_TARGET})
+    patch_children(no_target)
     only = cached.run("replayed", *ONE_EPOCH, "--set", "cache.mode=only")
     assert only.returncode == 0, only.stderr
     assert "64 of the 64 samples are in" in only.stdout

@@ -136,7 +136,7 @@ if len(sys.argv) == 1:
 else:
     fd = int(sys.argv[1])
 arena = Arena(fd, 4, 64 << 20)
-arena.begin(0, 1)
+arena.sign(0, 1)
 os.write(1, b"%d\\n" % os.fstat(fd).st_ino)  # whole, although two write to the pipe
 time.sleep(60)
 """

@@ -46,7 +46,7 @@ EXAMPLES: tuple[m.Message, ...] = (
         loss_mask=b"\0\1\1",
     ),
     m.Ready(**BLOCK, kind="model", checksum=2**64 - 1, busy_s=0.125, halved=1, figures=((0.5, 2.0, 0.25),)),
-    m.Nack(**BLOCK, kind="replay", reason="shard damaged", retryable=True),
+    m.Nack(**BLOCK, kind="replay", reason="shard damaged", retryable=True, samples=(70000,)),
     m.Revoke(**BLOCK, kind="model"),
     m.Expect(holder="producer-0", attempt=300, slot=5, nbytes=1 << 33),
     m.Fence(holder="producer-0"),
@@ -72,6 +72,9 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Go(step=12, micro_step=0, stop=True, finish=True, trained_s=28800.25, cooldown_step=-1),
     m.Quarantine(samples={"9": "tap 1 is all zero"}),
     m.Checkpointed(next_step=500, stall_s=0.375, write_s=21.5),
+    m.Spill(attempt=300, slot=5, table=block_table(3, 2, 4, "bfloat16"), samples=(9, 70000)),
+    m.Flush(),
+    m.Spilled(attempt=300, durable=(9, 70000), problem=""),
     m.Heartbeat(progress=11),
     m.Report(kind="step", row={"loss": 1.5, "accuracy": [0.5], "skipped": False}),
     m.Snapshot(state={"eta_s": None}),
@@ -84,6 +87,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Order(order="stop"),
     m.Stop(reason="done"),
     m.Error(text="every slot of the ring is lost"),
+    m.Again(text="shard-0123456789ab is damaged", at_once=True),
 )
 
 

@@ -421,7 +421,7 @@ def test_messages_of_an_earlier_delivery_change_nothing(make):
         ("ingest", m.Want(kind="model")),
         ("consumer-0", m.Want(kind="model")),
         ("consumer-0", m.Ready(step=0, index=0, kind="model", attempt=1, checksum=0, busy_s=0.0, halved=0, figures=())),
-        ("consumer-0", m.Nack(step=0, index=0, kind="model", attempt=1, reason="no", retryable=False)),
+        ("consumer-0", m.Nack(step=0, index=0, kind="model", attempt=1, reason="no", retryable=False, samples=())),
         ("consumer-0", m.Gone(name="producer-0", reaped=True, how="was killed by SIGKILL")),
         ("producer-0", m.Order(order="done")),
         ("launcher", m.Credit(blocks=1)),
@@ -484,6 +484,6 @@ def test_a_lease_whose_content_changes_is_taken_back_and_the_nack_costs_nothing(
     conductor.handle("producer-0", m.Want(kind="model"))
     taken = {"step": lease.step, "index": lease.index, "kind": "model", "attempt": lease.attempt}
     assert ("producer-0", m.Revoke(**taken)) in conductor.out
-    conductor.handle("producer-0", m.Nack(**taken, reason="taken back", retryable=True))
+    conductor.handle("producer-0", m.Nack(**taken, reason="taken back", retryable=True, samples=()))
     assert conductor.ledger.history((lease.step, lease.index)) == (0, 0)
     assert not conductor.ledger.quarantined

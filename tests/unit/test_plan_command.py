@@ -14,7 +14,7 @@ from launch.cli import main
 from launch.config import Config, load_config
 from launch.machine import Gpu
 from launch.placement import GpusConfig
-from launch.plan_command import Request, free_disk_bytes, plan_run
+from launch.plan_command import Request, plan_run
 from launch.plan_table import describe
 from protocol.errors import RequestError
 
@@ -149,21 +149,6 @@ def test_the_split_of_the_config_says_how_many_cards(config: Path) -> None:
 def test_case_u3_no_option_is_taken_without_effect(config: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         planned(config, Request(**options))
-
-
-def test_a_disk_is_found_for_a_folder_that_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Path] = []
-
-    class Usage:
-        free = 7
-
-    def usage(path: Path) -> Usage:
-        seen.append(path)
-        return Usage()
-
-    monkeypatch.setattr(plan_command.shutil, "disk_usage", usage)
-    assert free_disk_bytes(tmp_path / "a" / "b") == 7
-    assert seen == [tmp_path]
 
 
 def test_a_target_that_this_machine_cannot_hold_is_planned_for_any(

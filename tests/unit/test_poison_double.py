@@ -34,14 +34,14 @@ class Double:
 
     def deliver(self, features: torch.Tensor) -> m.Message:
         """Sends bf16 features `[9, taps * hidden]` as step 0, and returns the first answer."""
-        self.arena.begin(0, 1)
+        self.arena.sign(0, 1)
         tensors = views(self.arena.slot(0), TABLE)
         tensors["token_ids"][:] = np.arange(sum(LENGTHS))
         tensors["loss_mask"][:] = 1
         tensors["offsets"][:] = np.concatenate(([0], np.cumsum(LENGTHS)))
         tensors["samples"][:] = SAMPLES
         tensors["features"][:] = features.view(torch.uint16).numpy()
-        self.arena.end(0, 1)
+        self.arena.sign(0, 1)
         announced = m.Deliver(
             step=0, index=0, micro_step=0, micro_steps=1, epoch=0, attempt=1, slot=0, table=TABLE, samples=SAMPLES,
             writers=(1,), checksum=checksum(tensors["features"]),

@@ -19,6 +19,7 @@ STATE: dict[str, Any] = {
     "consumer_wait_share": 0.034,
     "ring": RING,
     "ring_slots": 7,
+    "cache": None,
     "quarantined": 0,
     "skipped": 0,
     "restarts": 0,
@@ -38,6 +39,16 @@ def test_a_running_state() -> None:
         "produced 26 blocks, 1235 tok/s | trained 24 blocks, 988 tok/s | ring 4 ready + 2 filling of 7 | "
         "waits: producer 25% consumer 3% | left 3 min 05 s"
     )
+
+
+def test_a_run_that_fills_a_cache_says_how_far_that_is() -> None:
+    cache = {"samples": 64, "held": 40, "kept": 20, "passed_over": 0, "damaged": 0, "full": False}
+    cache |= {"replayed_tokens": 12345}
+    assert "| cache 40 of 64 samples held, 12,345 tokens read, 20 samples kept | left" in progress_line(
+        STATE | {"cache": cache}
+    )
+    troubled = cache | {"passed_over": 3, "damaged": 2, "full": True}
+    assert "20 samples kept, nothing more is, 3 passed over, 2 damaged |" in progress_line(STATE | {"cache": troubled})
 
 
 def test_before_the_first_step() -> None:

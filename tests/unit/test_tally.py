@@ -28,7 +28,11 @@ KNOWN = Costs(target_flop_per_token=1e9, producer_peak=1e13, consumer_peak=1e6, 
 
 
 def conductor(
-    produced_tokens: int = 0, busy_s: float = 0.0, remotes: tuple[str, ...] = (), left_s: float | None = None
+    produced_tokens: int = 0,
+    busy_s: float = 0.0,
+    remotes: tuple[str, ...] = (),
+    left_s: float | None = None,
+    cache: Any = None,
 ) -> Any:
     ledger = SimpleNamespace(counts={"ready": 1}, quarantined={})
     return SimpleNamespace(
@@ -38,6 +42,8 @@ def conductor(
         streamed_bytes=0,
         numerics_changed=0,
         filled={},
+        replayed_tokens=7,
+        spilling=SimpleNamespace(state=lambda: cache),
         remotes=list(remotes),
         pace=SimpleNamespace(last_step=10, left_s=left_s),
     )
