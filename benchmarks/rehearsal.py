@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 from random_target import ROOT, write_chats, write_target
 from report import publish, row
+from safetensors import safe_open
 
 EXAMPLE = ROOT / "examples/qwen3.6-27b.toml"
 FIXTURE = ROOT / "tests/fixtures/qwen3.6-27b/config.json"
@@ -140,16 +142,18 @@ def prepare(folder: Path, shape: str, device: str) -> list[str]:
         "train.max_steps": LAST,
         "train.checkpoint_every": 20,
         "eval.every": 30,
+        "train.batch_tokens": 65_536 if large else 2048,
         "eval.prompts": 8,
         "eval.max_new_tokens": 64 if large else 12,
     }
     if not large:
-        sets |= {"train.batch_tokens": 2048, "train.anchors": 32, "data.max_length": 512}
+        sets |= {"train.anchors": 32, "data.max_length": 512}
     return [f"{key}={value}" for key, value in sets.items()]
 
 
 def rehearse(one: Rehearsal, large: bool) -> list[dict[str, Any]]:
     planned = json.loads(one.call("plan", "config.toml", "--json", configured=True))
+    planned["batch_tokens"] = next(int(text.split("=")[1]) for text in one.overrides if "batch_tokens" in text)
     running = one.run()
     one.wait(running, KILLED)
     one.kill("producer.worker")
@@ -162,8 +166,12 @@ def rehearse(one: Rehearsal, large: bool) -> list[dict[str, Any]]:
     )
     one.end(spilling, 0)
     one.say(one.call("cache", "verify", "cache").strip().splitlines()[-1])
-    one.say(one.call("eval", str(one.run_dir)).strip().splitlines()[-1])
+    measured = json.loads(one.call("eval", str(one.run_dir), "--json"))
+    one.say(f"acceptance length {measured['acceptance_mean']:.3f} over {measured['prompts']} prompts")
     one.call("export", str(one.run_dir), "drafter")
+    with safe_open(one.folder / "drafter/model.safetensors", framework="numpy") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    one.say(f"exported: {len(shapes)} tensors, {sum(math.prod(shape) for shape in shapes):,} parameters")
     return figures(one, planned)
 
 
@@ -181,7 +189,7 @@ def figures(one: Rehearsal, planned: dict[str, Any]) -> list[dict[str, Any]]:
         row(
             "streamed a token after the resume", stream["bytes_streamed"] / resumed, "bytes", planned["bytes_per_token"]
         ),
-        row("tokens of a step", float(np.median([each["tokens"] for each in calm])), "tokens", 65_536),
+        row("tokens of a step", float(np.median([each["tokens"] for each in calm])), "tokens", planned["batch_tokens"]),
         row("a consumer's wait in a step, of all of it", wait_s, "s", step_s),
     ]
     for role, seen in (("producer", producer_bytes(one.run_dir)), ("consumer", stream["gpu_memory_bytes"][0])):
