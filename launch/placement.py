@@ -111,6 +111,13 @@ def _placed(config: GpusConfig, gpus: int, tensor_parallel: int) -> Placement:
     )
 
 
+def split_of(placement: Placement) -> str:
+    """A placement as gpus.split has it."""
+    if set(placement.producers) & set(placement.consumers) - {"cpu"}:
+        return "shared"
+    return f"{len(placement.producers)}:{len(placement.consumers)}"
+
+
 def show_placement(placement: Placement, gpus: Sequence[Gpu]) -> str:
     """Who runs where, by the index that the config counts in and by the machine's own names."""
     if placement.alone:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from launch.cache_room import cache_of, disk_of, room_of, row_bytes_of
 from launch.config import Config
 from launch.corpus import Corpus, Drawn, counted, estimated, given
 from launch.fitting import fitted, measured_target
-from launch.hours import forward_flop, hours
-from launch.machine import Gpu
+from launch.forecast import hours_by_split, hours_of
+from launch.placement import GpusConfig, split_of
+from launch.reckoned import undecided
 from launch.site import anywhere, roles, site_of
 from launch.start import Outline, dataset_folder, make_plan
-from producer.locate import locate_target, read_config, read_target_facts
+from producer.locate import locate_target, read_target_facts
 from protocol.block import CARRIERS
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError
@@ -44,16 +45,21 @@ def plan_run(config: Config, request: Request, say: Say) -> dict[str, Any]:
     facts = read_target_facts(folder)
     if request.samples is not None and site.here and not site.gpus:
         site = anywhere(config.gpus)  # asked about a target, not about a machine without GPUs
-    plan = fitted(config, measured_target(config, folder, facts), site)
-    found = plan.found
+    target = measured_target(config, folder, facts)
+    plan = fitted(config, target, site)
     dataset, corpus = _corpus(config, request, folder, facts, say)
+    splits = hours_by_split(config, plan.found, plan.site.gpus, folder, corpus)
+    if splits and undecided(config.gpus, len(plan.site.gpus)):
+        config = msgspec.structs.replace(config, gpus=GpusConfig(split=next(iter(splits))))
+        plan = fitted(config, target, site)
+    found = plan.found
     steps = make_plan(config, found, dataset).total_steps if dataset is not None else None
     train = config.train
     itemsize = CARRIERS[found.dtype].itemsize
     costs = bill_of(corpus, found.width, itemsize, train.batch_tokens, train.epochs, train.max_steps, steps)
     checkpoints = checkpoints_disk_bytes(found.checkpoint_bytes, train.keep_checkpoints)
     passes = min(train.epochs, costs.steps / about_steps(corpus, train.batch_tokens, 1, None))
-    spent = _hours(config, found, plan.site.gpus, folder, corpus, passes)
+    spent = hours_of(config, found, plan.site.gpus, folder, corpus, passes)
     return {
         "basis": corpus.basis,
         "samples": corpus.samples,
@@ -81,6 +87,8 @@ def plan_run(config: Config, request: Request, say: Say) -> dict[str, Any]:
         "checkpoints_disk_bytes": checkpoints,
         "devices": roles(found, plan.site.gpus),
         "hours": msgspec.to_builtins(spent),
+        "split": split_of(found.placement),
+        "splits": {split: passes * hours for split, hours in splits.items()},
         "cache": _cache(config, found, dataset, corpus, None if spent is None else spent.producer / passes),
         "notes": plan.notes,
     }
@@ -134,17 +142,3 @@ def _corpus(
 
     dataset = prepare(config.data, tokenizer, facts, dataset_folder(config), say)
     return dataset, counted(dataset, anchors)
-
-
-def _hours(config: Config, found: Outline, gpus: Sequence[Gpu], folder: Path, corpus: Corpus, passes: float) -> Any:
-    in_16_bits = found.dtype != "float32" and config.train.precision != "fp32"
-    if "cpu" in found.placement.producers or not in_16_bits:
-        return None
-    last_tap = max(found.shape.target_layer_ids)
-    forward = forward_flop(found.facts, read_config(folder), last_tap, corpus.mean_context)
-    producers, consumers = (
-        [gpus[int(device.partition(":")[2])] for device in devices]
-        for devices in (found.placement.producers, found.placement.consumers)
-    )
-    shared = bool(set(found.placement.producers) & set(found.placement.consumers))
-    return hours(corpus, passes, forward, found.shape, config.train.anchors, producers, consumers, shared)

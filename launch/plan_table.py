@@ -7,6 +7,7 @@ from typing import Any
 
 from protocol.units import show_bytes, show_seconds
 
+SHOWN_SPLITS = 3
 _BASIS = {"prepared": "", "estimate": " (from a random sample)", "given": " (as told)"}
 
 
@@ -25,6 +26,7 @@ def describe(bill: Mapping[str, Any]) -> list[str]:
         *((names, _device(row)) for names, row in _alike(bill["devices"])),
         ("checkpoints", f"{show_bytes(bill['checkpoints_disk_bytes'])} of disk at most"),
         ("time", _time(bill["hours"])),
+        *([("splits", _splits(bill["split"], bill["splits"]))] if len(bill["splits"]) > 1 else []),
     ]
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {text}" for name, text in rows] + [f"note: {note}" for note in bill["notes"]]
@@ -103,3 +105,11 @@ def _time(hours: Mapping[str, float] | None) -> str:
         return "no estimate for this machine and target"
     total, producer, consumer = (show_seconds(3600 * hours[key]) for key in ("total", "producer", "consumer"))
     return f"about {total}, an estimate: producers alone {producer}, consumers alone {consumer}"
+
+
+def _splits(chosen: str, hours: Mapping[str, float]) -> str:
+    """The quickest ones, and the one that this plan has."""
+    shown = [split for place, split in enumerate(hours) if place < SHOWN_SPLITS or split == chosen]
+    return ", ".join(
+        f"{split}{' (this plan)' if split == chosen else ''} {show_seconds(3600 * hours[split])}" for split in shown
+    )

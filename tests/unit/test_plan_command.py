@@ -78,7 +78,7 @@ def test_lines_are_aligned_and_few(config: Path) -> None:
     column = table[0].index("913,786")
     assert len(table) <= 14
     assert all(line[column - 2 : column] == "  " and line[column] != " " for line in table)
-    assert any(line.startswith("cuda:4 to cuda:7") for line in table)
+    assert any(line.startswith("cuda:2 to cuda:7") for line in table)
 
 
 def test_a_27b_target_and_its_trainer_on_one_80_gb_card_are_refused(
@@ -167,3 +167,19 @@ def test_a_target_that_this_machine_cannot_hold_is_planned_for_any(
     monkeypatch.setattr(site, "free_memory_bytes", lambda: 4 << 30)
     bill = plan_run(loaded, Request(), lambda line: None)
     assert (bill["free_memory_bytes"], bill["weights_from"], bill["devices"][0]["name"]) == (4 << 30, "files", "cpu")
+
+
+def test_auto_is_the_quickest_split_and_another_one_is_seen_beside_it(config: Path) -> None:
+    eight = asked(TOLD, gpu="h200", gpus=8)
+    bill = planned(config, eight)
+    assert (bill["split"], list(bill["splits"])[:3]) == ("2:6", ["2:6", "3:5", "1:7"])
+    assert bill["splits"]["2:6"] == pytest.approx(bill["hours"]["total"])
+    assert len(bill["devices"]) == 8
+    assert "splits" in "\n".join(describe(bill))
+    even = planned(config, eight, "gpus.split=4:4")
+    assert even["split"] == "4:4"
+    assert even["splits"] == pytest.approx(bill["splits"], rel=0.01)
+    assert even["hours"]["total"] > bill["hours"]["total"]
+    assert even["hours"]["total"] == pytest.approx(even["splits"]["4:4"])
+    assert "4:4 (this plan)" in "\n".join(describe(even))
+    assert planned(config, eight, "target.dtype=float32")["splits"] == {}
