@@ -206,7 +206,10 @@ def test_gpus_that_are_idle_from_then_on_are_counted_with_what_to_type(world: An
     run.prompt = True
     run.run()
     (text,) = run.events("cache complete")
-    assert "2 GPUs of producers are idle: `draftwire stop`, then the same `draftwire run` with `--resume" in text
+    assert (
+        "producers' GPUs are idle (cuda:0, cuda:1): `draftwire stop`, then the same `draftwire run` with `--resume"
+        in text
+    )
     assert run.again == []
 
 
