@@ -151,7 +151,7 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
         f"the ring takes {show_bytes(costs['ring_bytes'])}"
     )
     say(f"anchors: {show_coverage(costs)}; mask token {job.shape['mask_token_id']}")
-    say("producers and consumers load")
+    say("producers and consumers load" if job.producers else "consumers load")
     start = {"step": job.start_step, "changed": changed} | circumstances(job, gpus)
     with inviting(config, job, run_dir, say) as hosts, logging_to(config.log, run_dir, say):
         return _supervise(job, run_dir, start, hosts, signals, screen)

@@ -182,10 +182,11 @@ def test_a_complete_cache_starts_the_run_again_without_producers(cached: Any, pa
 
 
 @pytest.mark.slow
-def test_kills_of_everybody_leave_a_whole_cache_and_the_losses_of_an_undisturbed_run(cached: Any) -> None:
+@pytest.mark.parametrize("way", ["shm", "zmq"])
+def test_kills_of_everybody_leave_a_whole_cache_and_the_losses_of_an_undisturbed_run(cached: Any, way: str) -> None:
     """K1: a rewind passes samples twice, and nothing is written twice."""
     assert cached.run("quiet", *LONG).returncode == 0
-    started = cached.start("killed", *LONG, *SPILL)
+    started = cached.start("killed", *LONG, *SPILL, "--set", f"ring.transport={way}")
     for step, child in ((3, "replay"), (12, "producer-0"), (30, "replay"), (70, "consumer-0"), (140, "replay")):
         cached.wait_for_step("killed", step)
         os.kill(pid_of(cached, "killed", child), signal.SIGKILL)

@@ -305,7 +305,7 @@ def test_a_writer_that_dies_gives_its_slots_back_and_its_successor_goes_on(world
     assert sum(run.conductor.ledger.counts.values()) == run.conductor.ledger.counts["free"] == 8
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_whoever_dies_and_whatever_is_damaged_every_step_is_trained_and_every_slot_comes_back(
     make_job: Any, data: st.DataObject
