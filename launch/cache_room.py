@@ -40,7 +40,7 @@ class CacheRoom(msgspec.Struct, frozen=True, kw_only=True):
         return (
             f"{self.held:,} of the {self.samples:,} samples are in {self.folder}; with the "
             f"{show_bytes(self.room_bytes)} that it may grow by it holds {self.share:.0%} of an epoch of "
-            f"{show_bytes(self.epoch_bytes)}, and a later epoch takes {1 - self.share:.0%} of the target's work"
+            f"{show_bytes(self.epoch_bytes)}, and later ones need {1 - self.share:.0%} of the target's work"
         )
 
 

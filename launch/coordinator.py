@@ -246,8 +246,9 @@ class Coordinator:
 
     def _state(self, now: float) -> dict[str, Any]:
         done = Done(self.conductor.produced_tokens, self.conductor.busy_s, *self.tally.trained)
-        # Producers of other hosts come and go, and are no part of the split.
-        advice = None if self.conductor.remotes else self.advisor.advise(done)
+        # Producers of other hosts come and go, and are no part of the split; what is read from a cache costs no side.
+        apart = self.conductor.remotes or self.conductor.replayed_tokens
+        advice = None if apart else self.advisor.advise(done)
         state = self.tally.state(self.conductor, now) | {"advice": advice}
         return state | self.watch.state(self.conductor.gate, self._awake())
 

@@ -118,6 +118,13 @@ def split_of(placement: Placement) -> str:
     return f"{len(placement.producers)}:{len(placement.consumers)}"
 
 
+def idle(producers: Sequence[str], consumers: Sequence[str]) -> str:
+    """What to say of GPUs that have nothing to do once no target is needed, "" when there are none."""
+    own = {*producers} - {*consumers, "cpu"}
+    how = "`draftwire stop`, then the same `draftwire run` with `--resume --set gpus.split=auto`, lets them train"
+    return f"; producers' GPUs are idle ({', '.join(sorted(own))}): {how}" if own else ""
+
+
 def show_placement(placement: Placement, gpus: Sequence[Gpu]) -> str:
     """Who runs where, by the index that the config counts in and by the machine's own names."""
     if placement.alone:

@@ -35,7 +35,7 @@ from launch.logging_to import logging_to
 from launch.machine import Gpu, free_memory_bytes, processors, visible_gpus
 from launch.metrics import append_row, of_kind, read_rows
 from launch.pace import Pace
-from launch.placement import place, show_placement
+from launch.placement import GpusConfig, idle, place, show_placement
 from launch.reckoned import reckoned, undecided
 from launch.report import show_coverage, write_report
 from launch.runfolder import RunLock
@@ -130,10 +130,12 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
     if cache is not None:
         covered, lines = coverage(config, found, cache, dataset, plan)
         _say_all(lines, say)
-    if placement.alone and not covered:  # the data has changed since it was looked at
+    moves = config.gpus == GpusConfig() and len(gpus) > 1
+    if moves and covered != placement.alone:  # known only now that the data is prepared
         return None
+    if covered and not placement.alone and (left := idle(placement.producers, placement.consumers)):
+        say(f"cache{left}")
     # Without a target there is nothing to run with a mask.
-    moves = config.gpus.split == "auto" and config.gpus.producers is None and len(gpus) > 1
     job, more = make_job(config, found, dataset, plan, checkpoint, None if covered else padding_mask_of(run_dir), moves)
     _say_all([*notes, *more], say)
     costs = bill(found, dataset, plan)
@@ -155,7 +157,7 @@ def _run_locked(config: Config, run_dir: Path, earlier: Path, signals: Signals, 
         f"the ring takes {show_bytes(costs['ring_bytes'])}"
     )
     say(f"anchors: {show_coverage(costs)}; mask token {job.shape['mask_token_id']}")
-    say("producers and consumers load")
+    say("producers and consumers load" if job.producers else "consumers load")
     start = {"step": job.start_step, "changed": changed} | circumstances(job, gpus)
     with inviting(config, job, run_dir, say) as hosts, logging_to(config.log, run_dir, say):
         return _supervise(job, run_dir, start, hosts, signals, screen)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from launch.parts import Parts
+from launch.placement import idle
 from launch.senders import LAUNCHER
 from protocol.block import Table
 from protocol.grants import Delivery
@@ -21,7 +22,6 @@ from protocol.slots import SPILLING
 LARGEST_SHARE = 4  # one slot in so many
 # A run with less of its plan left does not start again for more ranks.
 LEAST_LEFT = 0.1
-COMMAND = "`draftwire stop`, then the same `draftwire run` with `--resume --set gpus.split=auto`, lets them train"
 # Under this name what nobody replays any more is taken and given back, so that it falls to the target.
 NOBODY = "nobody"
 
@@ -121,9 +121,7 @@ class Spilling:
         left = self._plan.total_steps - self._ledger.lowest_unreleased_step
         regroups = self._job.regroups and left >= LEAST_LEFT * self._plan.total_steps
         text = f"the cache holds all {self._parts.samples} samples: from here on nothing needs the target"
-        own = {*self._job.producers} - {*self._job.consumers, "cpu"}
-        if own and not regroups:
-            text += f"; {len(own)} GPUs of producers are idle: {COMMAND}"
+        text += idle(self._job.producers, self._job.consumers) if not regroups else ""
         self._say("cache complete", text)
         return [(LAUNCHER, Again(text=text, at_once=False))] if regroups else []
 

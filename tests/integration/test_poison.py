@@ -57,15 +57,15 @@ def fill(target, taps, lease, slot, job, stage, wanted=lambda: True):
 """
 # In protocol/arena.py: a late writer of an earlier attempt signs the third block that is filled, after its own writer.
 ARENA = """
-_end, _ended = Arena.end, []
+_sign, _signed = Arena.sign, []
 
-def end(self, index, attempt):
-    _ended.append(attempt)
-    _end(self, index, attempt)
-    if len(_ended) == 3:
-        _end(self, index, attempt - 1)
+def sign(self, index, attempt):
+    _signed.append(attempt)
+    _sign(self, index, attempt)
+    if len(_signed) == 6:  # a block is signed before its first byte and after its last
+        _sign(self, index, attempt - 1)
 
-Arena.end = end
+Arena.sign = sign
 """
 # What is done to a sample, and what is said of its block.
 REASONS = {

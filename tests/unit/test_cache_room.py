@@ -72,7 +72,7 @@ def test_what_is_there_counts_and_uses_the_budget(room: Any) -> None:
     assert found.share == pytest.approx(0.4)
     text = str(found)
     assert text.startswith("4 of the 10 samples are in ")
-    assert "it holds 40% of an epoch of 37 kB, and a later epoch takes 60% of the target's work" in text
+    assert "it holds 40% of an epoch of 37 kB, and later ones need 60% of the target's work" in text
 
 
 def test_a_cache_of_other_features_is_none_of_a_plan_s(room: Any, tmp_path: Path) -> None:

@@ -280,6 +280,16 @@ def test_a_nack_that_is_final_quarantines_at_once_and_three_retryable_ones_do() 
     assert set(ledger.quarantined) == {1, 2, 3}
 
 
+def test_a_nack_that_is_harmless_is_no_try() -> None:
+    ledger = Ledger(one_sample_steps(2), 1, 1)
+    for _ in range(5):
+        lease = ledger.want("p", "model")
+        assert lease is not None
+        assert ledger.nack(lease.key, lease.kind, lease.attempt, "p", retryable=True, harmless=True)
+    assert ledger.history((0, 0)) == (0, 0)
+    assert ledger.quarantined == {}
+
+
 def test_quarantine_reaches_ready_and_leased_blocks_but_not_what_a_consumer_holds() -> None:
     steps = Steps([(0, 1)], [(1,)], [(1, 3)], [(1, 4)])
     ledger = Ledger(steps, 4, 1)

@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from launch.conductor import LAUNCHER, Conductor
 from launch.pace import Pace
@@ -34,7 +36,7 @@ class World:
     """One target, one rank, and the process of the cache; `step` lets everybody but that writer answer."""
 
     def __init__(self, job: Any, held: list[int]) -> None:
-        plan = Plan(TinyDataset.lengths, TinyDataset.lengths - 1, job.plan, "data")
+        self.plan = plan = Plan(TinyDataset.lengths, TinyDataset.lengths - 1, job.plan, "data")
         there = np.zeros(SAMPLES, np.bool_)
         there[held] = True
         self.parts = Parts(there)
@@ -43,32 +45,31 @@ class World:
         self.prompt = False  # whether the writer answers at once: its shard is whole when it is flushed
         self.open: list[int] = []
         self.filled: list[tuple[str, tuple[int, ...]]] = []
-        self.trained = 0
+        self.trained = 0  # steps done
         self.errors: list[str] = []
         self.again: list[m.Again] = []
         self.damaged: set[int] = set()
         self.join("producer-0", "replay-0", "consumer-0")
 
-    def join(self, *names: str) -> None:
+    def join(self, *names: str, step: int = 0) -> None:
         for name in names:
             role = "consumer" if name.startswith("consumer") else "producer"
             hello = m.Hello(role=role, name=name, rank=0, pid=1, host="h", token="t", schema="s", versions={})
             self.conductor.joined(hello)
             if role == "consumer":
                 self.say(name, m.Credit(blocks=2))
-                self.say(name, m.Reached(step=0))
+                self.say(name, m.Reached(step=step))
             else:
                 self.say(name, m.Want(kind=kind_of(name)))
 
     def say(self, name: str, message: Any) -> None:
         assert self.conductor.handle(name, message)
 
-    def run(self) -> None:
-        """Until nobody has anything to do."""
-        while self.conductor.out:
-            pending, self.conductor.out = self.conductor.out, []
-            for name, message in pending:
-                self._answer(name, message)
+    def run(self, messages: int = 10**9) -> None:
+        """Until nobody has anything to do, or so many messages have been answered."""
+        while self.conductor.out and messages:
+            messages -= 1
+            self._answer(*self.conductor.out.pop(0))
 
     def _answer(self, name: str, message: Any) -> None:
         match message:
@@ -78,10 +79,12 @@ class World:
                 key = {"step": step, "index": index, "attempt": attempt}
                 self.say(name, m.Verified(**key))
                 self.say(name, m.Release(**key))
-            case m.Go(step=step, stop=False):
-                self.trained += 1
+            case m.Go(step=step, micro_step=micro_step, stop=False):
+                assert step == self.trained
                 self.say(name, m.Credit(blocks=1))
-                self.say(name, m.Reached(step=step + 1))
+                if micro_step + 1 == self.plan.micro_steps(step):
+                    self.trained += 1
+                    self.say(name, m.Reached(step=step + 1))
             case m.Spill() | m.Flush():
                 assert name == "replay-0"
                 self.spills.append(message)
@@ -111,6 +114,20 @@ class World:
         self.open += order.samples if isinstance(order, m.Spill) else ()
         durable, self.open = ((), self.open) if attempt or problem else (tuple(self.open), [])
         self.say("replay-0", m.Spilled(attempt=attempt, durable=durable, problem=problem))
+
+    def kill_replay(self) -> None:
+        """What it had not written, and what lies in its open shard, is gone with it."""
+        self.spills.clear()
+        self.open.clear()
+        self.say(LAUNCHER, m.Gone(name="replay-0", reaped=True, how="was killed by SIGKILL"))
+        self.run(1)
+        self.join("replay-0")
+
+    def rewind(self, step: int) -> None:
+        """The rank dies and begins again after so many steps."""
+        self.trained = min(step, self.trained)
+        self.say(LAUNCHER, m.Rewind(names=("consumer-0",), step=self.trained, quarantined={}, how="was killed"))
+        self.join("consumer-0", step=self.trained)
 
     def finish(self) -> None:
         self.run()
@@ -206,7 +223,10 @@ def test_gpus_that_are_idle_from_then_on_are_counted_with_what_to_type(world: An
     run.prompt = True
     run.run()
     (text,) = run.events("cache complete")
-    assert "2 GPUs of producers are idle: `draftwire stop`, then the same `draftwire run` with `--resume" in text
+    assert (
+        "producers' GPUs are idle (cuda:0, cuda:1): `draftwire stop`, then the same `draftwire run` with `--resume"
+        in text
+    )
     assert run.again == []
 
 
@@ -283,6 +303,39 @@ def test_a_writer_that_dies_gives_its_slots_back_and_its_successor_goes_on(world
     run.finish()
     assert run.trained == 16
     assert sum(run.conductor.ledger.counts.values()) == run.conductor.ledger.counts["free"] == 8
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whoever_dies_and_whatever_is_damaged_every_step_is_trained_and_every_slot_comes_back(
+    make_job: Any, data: st.DataObject
+) -> None:
+    plan = {"epochs": 3, "batch_tokens": 5 * LENGTH, "microbatch_tokens": 5 * LENGTH, "consumers": 1}
+    slots = data.draw(st.integers(3, 9))
+    job = make_job(plan=plan, slots=slots, producers=("cpu",), consumers=("cpu",), cached="c", spills=True)
+    world = World(job, sorted(data.draw(st.sets(st.integers(0, SAMPLES - 1)))))
+    for _ in range(data.draw(st.integers(0, 40))):
+        match data.draw(st.sampled_from(["run", "run", "run", "write", "write", "kill", "rewind", "damage"])):
+            case "run":
+                world.run(data.draw(st.integers(1, 12)))
+            case "write" if world.spills:
+                world.write()
+            case "kill":
+                world.kill_replay()
+            case "rewind":
+                world.rewind(data.draw(st.integers(0, 20)))
+            case "damage":
+                world.damaged = data.draw(st.sets(st.integers(0, SAMPLES - 1), max_size=6))
+        counts = world.conductor.ledger.counts
+        assert sum(counts.values()) == slots
+        assert counts["spilling"] <= slots // 4
+    world.damaged = set()
+    world.finish()
+    assert world.conductor.ledger.finished
+    assert world.trained == world.conductor.pace.last_step
+    assert world.conductor.ledger.counts["free"] == slots
+    assert world.conductor.ledger.quarantined == {}
+    assert world.errors == []
 
 
 @pytest.mark.parametrize("how", ["uncached", "not reaped"])
