@@ -12,31 +12,42 @@ from launch.config import Config
 from launch.start import Outline
 from producer.locate import weights_fingerprint
 from producer.precision import quantisation
-from protocol.block import CARRIERS
+from producer.template_files import template_fingerprint
 from protocol.cache import FORMAT, Cache, Manifest
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError
 from protocol.plan import Plan
-from protocol.shards import sample_key
+from protocol.shards import FP8, SCALE_BYTES, sample_key
 
 # Token ids and the loss mask.
 SMALL_BYTES_A_TOKEN = 5
 
 
 def manifest_of(config: Config, found: Outline) -> Manifest:
-    """Everything that decides the features of given token ids. The chat template is in the token ids."""
-    target = config.target
+    """Everything that decides the features of given token ids and what is kept of them. The chat template is in the
+    token ids already; its hash is there to name the reason when all of them differ. Raises RequestError."""
+    target, taps = config.target, found.shape.target_layer_ids
+    quantised = config.cache.dtype == "fp8"
+    if quantised and found.width % SCALE_BYTES:
+        raise RequestError(
+            f'cache.dtype = "fp8" keeps {found.width} bytes a token for this target, which is no multiple of '
+            f'{SCALE_BYTES}: write "bf16"'
+        )
     fingerprint: dict[str, str | int] = {
         "weights": weights_fingerprint(found.target_dir),
         "revision": target.revision or "",
         "dtype": found.dtype,
         "quantisation": quantisation(found.target_dir) or "",
-        "taps": json.dumps(list(found.shape.target_layer_ids)),
+        "taps": json.dumps(list(taps)),
         "transformers": importlib.metadata.version("transformers"),
         "attn": target.attn,
         "compiled": str(target.compiles_on(found.placement.producers[0])).lower(),
         "tensor_parallel": target.tensor_parallel,
+        "template": template_fingerprint(found.target_dir),
+        "cache.dtype": config.cache.dtype,
     }
+    if quantised:
+        return Manifest(FORMAT, found.width, FP8, fingerprint, scales=len(taps))
     return Manifest(FORMAT, found.width, found.dtype, fingerprint)
 
 
@@ -73,5 +84,5 @@ def missing_bytes(cache: Cache, dataset: TokenDataset) -> tuple[int, int]:
     for at in range(len(dataset)):
         if (key := sample_key(dataset.tokens(at))) not in cache.samples:
             lengths[key] = int(dataset.lengths[at])
-    row_bytes = cache.manifest.width * CARRIERS[cache.manifest.dtype].itemsize + SMALL_BYTES_A_TOKEN
+    row_bytes = cache.manifest.features_bytes + cache.manifest.scales_bytes + SMALL_BYTES_A_TOKEN
     return len(lengths), sum(lengths.values()) * row_bytes

@@ -1,7 +1,7 @@
 """Replay: a producer that fills blocks from a disk cache, `python -P -m producer.replay RUN_DIR INDEX RING_FD`.
 
 It asks, fills and says READY as one with a target does, and loads none. Every sample is compared with its checksum as
-it is read, so a damaged shard is named and never trained on.
+it is read, so a damaged shard is named and never trained on. Quantised features go into the ring in the run's dtype.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from producer.assignments import Assignments
+from producer.dequantise import dequantise_into
 from producer.lease_layout import fill_small_tensors, lease_offsets, lease_table
 from producer.outlet import nack
 from protocol.arena import Arena
@@ -68,7 +70,7 @@ class Replay:
             if key not in self._cache.samples:
                 raise Damaged(f"sample {lease.samples[at]} is not in {self._cache.folder}")
             self._used.add(self._cache.samples[key][0])
-            self._cache.read_into(key, tensors["features"][rows])
+            read_features(self._cache, key, tensors["features"][rows], self._job.dtype)
             return checksum(tensors["features"][rows])
 
         try:
@@ -87,6 +89,18 @@ class Replay:
             halved=0,
             figures=(),
         )
+
+
+def read_features(cache: Cache, key: str, features: NDArray[np.generic], dtype: str) -> None:
+    """Reads a sample's features into a contiguous array `[L, width]` of `dtype` as protocol.block carries it, whatever
+    they are kept in. Raises Damaged."""
+    if not cache.manifest.scales:
+        cache.read_into(key, features)
+        return
+    values = np.empty(features.shape, np.uint8)
+    scales = np.empty((len(features), cache.manifest.scales), np.float32)
+    cache.read_into(key, values, scales)
+    dequantise_into(features, values, scales, dtype)
 
 
 def main(run_dir: Path, index: int, ring_fd: int) -> None:
