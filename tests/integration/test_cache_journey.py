@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 ONE_EPOCH = ("--set", "train.epochs=1")
 
@@ -67,6 +68,27 @@ def test_a_build_computes_only_what_is_missing(cached: Any, as_json: Any) -> Non
     # Another seed, batch and number of anchors train from the same cache.
     other = ("--set", "train.seed=7", "--set", "train.batch_tokens=320", "--set", "train.anchors=4")
     assert cached.run("other", "--set", "train.epochs=2", *other, "--set", "cache.mode=only").returncode == 0
+
+
+def test_fp8_takes_half_the_bytes_and_trains_nearly_the_same(cached: Any, as_json: Any) -> None:
+    """Quantised by the builder, read back by replay; a cache of the other dtype is refused by its name."""
+    fp8 = ("--set", "cache.dtype=fp8")
+    report = as_json(cached.draftwire("cache", "build", str(cached.config), *fp8, "--json"))
+    assert (report["computed"], report["samples"]) == (64, 64)
+    (shard,) = (cached.folder / "cache").glob("shard-*.safetensors")
+    with safe_open(shard, framework="pt") as file:
+        names = [name for name in file.keys() if name.endswith(".features")]  # noqa: SIM118 - it is no dict
+        assert {str(file.get_slice(name).get_dtype()) for name in names} == {"F8_E4M3"}
+    assert cached.draftwire("cache", "verify", str(cached.folder / "cache")).returncode == 0
+    other = cached.run("other", "--set", "cache.mode=only")
+    assert other.returncode == 2
+    assert "was made with cache.dtype = fp8, this configuration has bf16" in other.stderr
+    quantised = cached.run("quantised", *ONE_EPOCH, *fp8, "--set", "cache.mode=only")
+    assert quantised.returncode == 0, quantised.stderr
+    assert cached.run("streamed", *ONE_EPOCH).returncode == 0
+    found, exact = (np.array(cached.losses(name)) for name in ("quantised", "streamed"))
+    assert found[:, 1] == pytest.approx(exact[:, 1], rel=0.02)
+    assert (found != exact).any()
 
 
 @pytest.mark.slow
