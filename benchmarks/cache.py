@@ -5,8 +5,8 @@
 
 disk: samples of 335 tokens, 17 MB each in bf16, into shards and back as replay reads them, by as many threads. The
 references are the same bytes in the same run, written and read past the page cache in pieces of the writer's buffer, by
-as many threads. Rates are of bytes on the disk: those of fp8 stand for twice as many in bf16. Nothing of a shard is in the page cache when it is read. Passes come in
-another order in each repetition; a row is the median.
+as many threads. Rates are of bytes on the disk: those of fp8 stand for twice as many in bf16. Nothing of a shard is in
+the page cache when it is read. Passes come in another order in each repetition; a row is the median.
 
 runs: `draftwire run` of CONFIG (default: the quick start) with cache.mode "off", "spill" and "only", from the command
 to its end, and the epochs after the first from the cache beside one rank without any producer (consumer/alone.py), the
