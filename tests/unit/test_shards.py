@@ -280,3 +280,30 @@ def test_one_writer_at_a_time_and_nobody_while_it_is_pruned(tmp_path: Path) -> N
             pass
     with in_use(tmp_path, alone=True):
         pass
+
+
+def test_a_write_that_fails_behind_the_writers_back_is_said_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full buffer is written by a thread: what becomes of it is heard by the next call at the latest."""
+    monkeypatch.setattr(direct, "BUFFER_BYTES", 8192)
+    writer = ShardWriter(Cache.create(tmp_path, MANIFEST))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    real = os.pwrite
+
+    def no_room(fd: int, piece: memoryview, at: int) -> int:
+        if at > 3 * 8192 + writer._limits.head_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, piece, at)
+
+    monkeypatch.setattr(os, "pwrite", no_room)
+    mask = np.ones(400, np.uint8)
+    many = ((np.full(400, at, np.int32), mask, np.full((400, WIDTH), at, np.uint16)) for at in range(40))
+    with pytest.raises(Full, match="disk is full"):
+        all(writer.add(*row) for row in many)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    monkeypatch.undo()
+    assert writer.add(np.full(400, 0, np.int32), mask, np.full((400, WIDTH), 0, np.uint16))
+    writer.close()
+    assert len(Cache.open(tmp_path).samples) == 1
