@@ -79,7 +79,9 @@ def test_fp8_is_kept_by_the_builder_and_another_dtype_is_refused_by_its_name(cac
     assert (report["computed"], report["samples"]) == (64, 64)
     cache = Cache.open(cached.folder / "cache")
     tokens = sum(sample.tokens for _, sample in cache.samples.values())
-    assert report["needed_bytes"] == tokens * (3 * 32 + 3 * 4 + 4 + 1)
+    width, scales = cache.manifest.width, cache.manifest.scales
+    assert (width, scales) == (32 * scales, len(json.loads(str(cache.manifest.fingerprint["taps"]))))
+    assert report["needed_bytes"] == tokens * (width + 4 * scales + 4 + 1)  # a byte a feature, scales, id and mask
     (shard,) = (cached.folder / "cache").glob("shard-*.safetensors")
     with safe_open(shard, framework="pt") as file:
         names = [name for name in file.keys() if name.endswith(".features")]  # noqa: SIM118 - it is no dict
