@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launch import cache_commands
 from launch.cache_commands import list_cache, prune_cache, verify_cache
 from launch.cli import main
 from protocol.cache import Cache, Manifest, in_use
@@ -141,6 +142,16 @@ def test_verify_finds_a_flipped_scale(tmp_path: Path) -> None:
     path.write_bytes(whole)
     (found,) = damaged(tmp_path)
     assert found == {"shard": path.name, "sample": sample.key, "problem": "features differ from the checksum"}
+
+
+def test_verify_says_how_far_it_is(
+    shards: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_commands, "SAY_EVERY_S", 0.0)
+    main_exits(["cache", "verify", str(shards[0].parent), "--json"], 0)
+    said = capsys.readouterr()
+    assert said.err.splitlines() == [f"{done} of 3 shards read" for done in (1, 2, 3)]
+    assert json.loads(said.out)["damaged"] == []
 
 
 def test_verify_names_the_sample_and_exits_with_1(shards: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
