@@ -32,7 +32,8 @@ class Command:
 
     def __init__(self, config: str, overrides: Sequence[str], folder: Path, device: str, say: Say) -> None:
         self._config, self.runs, self._say = config, folder / "runs", say
-        changed = [*overrides, f"run.dir={self.runs}", f"cache.dir={folder / 'cache'}"]
+        # Evaluations have a time of their own, which the trainer alone has not.
+        changed = ["eval.every=0", *overrides, f"run.dir={self.runs}", f"cache.dir={folder / 'cache'}"]
         self._overrides = [part for each in changed for part in ("--set", each)]
         self._environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
         if device == "cpu":
