@@ -38,6 +38,7 @@ bench: install
 	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/transport.py
 	$(BIN)/python benchmarks/tune.py
+	$(BIN)/python benchmarks/cache.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
 

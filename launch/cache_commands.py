@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from protocol.block import CARRIERS
 from protocol.cache import Cache, in_use
 from protocol.cache_verify import verify_shards
 from protocol.shard_writer import remove_fragments
@@ -52,7 +51,7 @@ def verify_cache(folder: Path, say: Say) -> Answer:
             say(f"{done} of {shards} shards read")
 
     with in_use(folder):
-        damaged = verify_shards(folder, manifest.width * CARRIERS[manifest.dtype].itemsize, progress)
+        damaged = verify_shards(folder, manifest, progress)
     told = [f"{each.shard}{f', sample {each.sample}' if each.sample else ''}: {each.problem}" for each in damaged]
     report["damaged"] = msgspec.to_builtins(damaged)
     if not damaged:

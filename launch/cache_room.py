@@ -10,11 +10,12 @@ import msgspec
 import numpy as np
 
 from launch.config import Config
-from protocol.block import CARRIERS
 from protocol.cache import Cache
+from protocol.cache_config import CacheConfig
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError
 from protocol.shard_writer import spare_bytes
+from protocol.shards import FP8, SCALE_BYTES, STORED
 from protocol.units import show_bytes
 
 # Token ids and the loss mask.
@@ -44,9 +45,14 @@ class CacheRoom(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def row_bytes_of(width: int, dtype: str) -> int:
+def kept_form(config: CacheConfig, dtype: str, taps: int) -> tuple[str, int]:
+    """(dtype, scales a token) in which features of `dtype` with so many taps are kept."""
+    return (FP8, taps) if config.dtype == "fp8" else (dtype, 0)
+
+
+def row_bytes_of(width: int, dtype: str, scales: int) -> int:
     """What a token takes in a cache of features `width` wide, but for headers."""
-    return width * CARRIERS[dtype].itemsize + SMALL_BYTES_A_TOKEN
+    return width * STORED[dtype][1].itemsize + scales * SCALE_BYTES + SMALL_BYTES_A_TOKEN
 
 
 def room_of(

@@ -8,34 +8,44 @@ import json
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.cache_room import room_of, row_bytes_of
+from launch.cache_room import kept_form, room_of, row_bytes_of
 from launch.config import Config
 from launch.spilling import LARGEST_SHARE
 from launch.start import Outline, dataset_folder
 from producer.locate import weights_fingerprint
 from producer.precision import quantisation
+from producer.template_files import template_fingerprint
 from protocol.cache import FORMAT, Cache, Manifest, in_use
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError
 from protocol.plan import Plan
-from protocol.shards import sample_key
+from protocol.shards import SCALE_BYTES, sample_key
 
 
 def manifest_of(config: Config, found: Outline) -> Manifest:
-    """Everything that decides the features of given token ids. The chat template is in the token ids."""
-    target = config.target
+    """Everything that decides the features of given token ids and what is kept of them. The chat template is in the
+    token ids already; its hash is there to name the reason when all of them differ. Raises RequestError."""
+    target, taps = config.target, found.shape.target_layer_ids
+    kept, scales = kept_form(config.cache, found.dtype, len(taps))
+    if scales and found.width % SCALE_BYTES:
+        raise RequestError(
+            f'cache.dtype = "fp8" keeps {found.width} bytes a token for this target, which is no multiple of '
+            f'{SCALE_BYTES}: write "bf16"'
+        )
     fingerprint: dict[str, str | int] = {
         "weights": weights_fingerprint(found.target_dir),
         "revision": target.revision or "",
         "dtype": found.dtype,
         "quantisation": quantisation(found.target_dir) or "",
-        "taps": json.dumps(list(found.shape.target_layer_ids)),
+        "taps": json.dumps(list(taps)),
         "transformers": importlib.metadata.version("transformers"),
         "attn": target.attn,
         "compiled": str(target.compiles_on(found.placement.producers[0])).lower(),
         "tensor_parallel": target.tensor_parallel,
+        "template": template_fingerprint(found.target_dir),
+        "cache.dtype": config.cache.dtype,
     }
-    return Manifest(FORMAT, found.width, found.dtype, fingerprint)
+    return Manifest(FORMAT, found.width, kept, fingerprint, scales)
 
 
 def open_cache(config: Config, found: Outline) -> Cache | None:
@@ -69,7 +79,7 @@ def coverage(config: Config, found: Outline, cache: Cache, dataset: TokenDataset
     """Whether a run needs no target, and how much of it the cache holds, as lines. Raises RequestError, with counts,
     unless it holds all that a run from the cache only needs."""
     if config.cache.mode == "spill":
-        row_bytes = row_bytes_of(found.width, found.dtype)
+        row_bytes = _row_bytes(cache.manifest)
         room = room_of(config, row_bytes, len(dataset), int(dataset.lengths.sum()), cache, dataset)
         if room.held == room.samples:
             return True, [f"cache: {config.cache.folder} holds all {room.samples} samples; no target is loaded"]
@@ -99,4 +109,8 @@ def missing_bytes(cache: Cache, dataset: TokenDataset) -> tuple[int, int]:
     for at in range(len(dataset)):
         if (key := sample_key(dataset.tokens(at))) not in cache.samples:
             lengths[key] = int(dataset.lengths[at])
-    return len(lengths), sum(lengths.values()) * row_bytes_of(cache.manifest.width, cache.manifest.dtype)
+    return len(lengths), sum(lengths.values()) * _row_bytes(cache.manifest)
+
+
+def _row_bytes(manifest: Manifest) -> int:
+    return row_bytes_of(manifest.width, manifest.dtype, manifest.scales)

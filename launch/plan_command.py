@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from launch.bill import about_steps, bill_of, checkpoints_disk_bytes
-from launch.cache_room import cache_of, disk_of, room_of, row_bytes_of
+from launch.cache_room import cache_of, disk_of, kept_form, room_of, row_bytes_of
 from launch.config import Config
 from launch.corpus import Corpus, Drawn, counted, estimated, given
 from launch.fitting import fitted, measured_target
@@ -106,8 +106,9 @@ def _cache(
     target takes for all of it; None without one."""
     if config.cache.mode == "off":
         return None
-    cache = cache_of(config.cache.folder, found.width, found.dtype, found.shape.target_layer_ids)
-    row_bytes = row_bytes_of(found.width, found.dtype)
+    taps = found.shape.target_layer_ids
+    kept, scales = kept_form(config.cache, found.dtype, len(taps))
+    cache, row_bytes = cache_of(config.cache.folder, found.width, kept, taps), row_bytes_of(found.width, kept, scales)
     room = room_of(config, row_bytes, corpus.samples, corpus.tokens, cache, dataset)
     saved = None if producer_hours is None else producer_hours * room.share
     return {**msgspec.to_builtins(room), "share": room.share, "saved_hours": saved}

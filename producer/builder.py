@@ -1,7 +1,8 @@
 """Filling a cache without training: `python -P -m producer.builder BUILD_DIR INDEX`, started by the launcher.
 
 Goes through the first epoch's blocks as a run with the same configuration would, so that the features are that run's
-bit for bit, and computes of each block what the cache lacks. Nothing is skipped: the target waits for the disk.
+bit for bit before they are quantised, if they are, and computes of each block what the cache lacks. Nothing is skipped:
+the target waits for the disk.
 """
 
 from __future__ import annotations
@@ -17,11 +18,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from producer.fill import fill
-from producer.lease_layout import lease_offsets, lease_table
+from producer.kept_block import KeptBlock, kept_blocks
 from producer.ready import ready_target
-from producer.stage import make_stage
-from protocol.block import views
 from protocol.cache import Cache
 from protocol.cache_config import CacheConfig
 from protocol.child import run_child
@@ -61,18 +59,16 @@ class Builder:
                 number += 1
             self._say(step)
 
-    def keep(self, lease: Lease, buffer: memoryview) -> None:
-        """Writes the computed samples of a filled buffer to the cache. Raises Full, OSError."""
-        tensors = views(buffer, lease_table(lease, self._job))
-        offsets = lease_offsets(lease)
-        for at in lease.positions:
-            features = tensors["features"][offsets[at] : offsets[at + 1]]
-            if not is_finite(features, self._job.dtype):
-                self.unsound += 1
-                log.warning("sample %d: its features are not finite; it is not kept", lease.samples[at])
-                continue
+    def keep(self, lease: Lease, block: KeptBlock) -> None:
+        """Writes the computed samples of a filled block to the cache. Raises Full, OSError."""
+        for at, (features, scales) in zip(lease.positions, block.samples(lease), strict=True):
             sample = lease.samples[at]
-            self._writer.add(self._dataset.tokens(sample), self._dataset.mask(sample), features)
+            # A scale is as finite as the features that it was made from.
+            if not (is_finite(features, self._job.dtype) if scales is None else is_finite(scales, "float32")):
+                self.unsound += 1
+                log.warning("sample %d: its features are not finite; it is not kept", sample)
+                continue
+            self._writer.add(self._dataset.tokens(sample), self._dataset.mask(sample), features, scales)
 
     def _lease(self, block: BlockSpec, missing: tuple[int, ...]) -> Lease:
         self.computed += len(missing)
@@ -114,18 +110,16 @@ def main(build_dir: Path, index: int) -> None:
     builder = Builder(job, index, dataset, cache, writer)
     try:
         with ready_target(build_dir, job, index) as (target, taps), ThreadPoolExecutor(1) as disk:
-            stage = make_stage(target, job.slot_bytes, job.width)
-            buffers = [memoryview(bytearray(job.slot_bytes)) for _ in range(BUFFERS)]
+            blocks = kept_blocks(BUFFERS, cache.manifest.scales > 0, target, job)
             writing: Future[None] | None = None
             for turn, lease in enumerate(builder.leases()):
                 if stopped:
                     break
-                buffer = buffers[turn % BUFFERS]
-                filled, _ = fill(target, taps, lease, buffer, job, stage)
-                filled.wait()
+                block = blocks[turn % BUFFERS]
+                block.fill(target, taps, lease)
                 if writing is not None:
                     writing.result()
-                writing = disk.submit(builder.keep, lease, buffer)
+                writing = disk.submit(builder.keep, lease, block)
             if writing is not None:
                 writing.result()
         writer.close()

@@ -1,7 +1,7 @@
 """Replay: a producer that fills blocks from a disk cache, `python -P -m producer.replay RUN_DIR INDEX RING_FD`.
 
 It asks, fills and says READY as one with a target does, and loads none. Every sample is compared with its checksum as
-it is read, so a damaged shard is named and never trained on.
+it is read, so a damaged shard is named and never trained on. Quantised features go into the ring in the run's dtype.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from producer.assignments import Assignments
+from producer.dequantise import dequantise_into
 from producer.lease_layout import fill_small_tensors, lease_offsets, lease_table
 from producer.outlet import nack
 from producer.spiller import Spiller
@@ -76,7 +78,7 @@ class Replay:
                 return Damaged(f"{self._cache.folder}: sample {lease.samples[at]} is not there")
             self._used.add(self._cache.samples[keys[at]][0])
             try:
-                self._cache.read_into(keys[at], features)
+                read_features(self._cache, keys[at], features, self._job.dtype)
             except Damaged as damage:
                 return damage
             return checksum(features)
@@ -110,6 +112,18 @@ class Replay:
             self._cache.strike(keys & self._cache.samples.keys())
         except OSError as error:  # it stays in the index, and is found damaged again by the next who reads it
             log.warning("%s: %s", self._cache.folder, error)
+
+
+def read_features(cache: Cache, key: str, features: NDArray[np.generic], dtype: str) -> None:
+    """Reads a sample's features into a contiguous array `[L, width]` of `dtype` as protocol.block carries it, whatever
+    they are kept in. Raises Damaged."""
+    if not cache.manifest.scales:
+        cache.read_into(key, features)
+        return
+    values = np.empty(features.shape, np.uint8)
+    scales = np.empty((len(features), cache.manifest.scales), np.float32)
+    cache.read_into(key, values, scales)
+    dequantise_into(features, values, scales, dtype)
 
 
 def main(run_dir: Path, index: int, ring_fd: int) -> None:

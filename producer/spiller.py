@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protocol.arena import Arena
 from protocol.block import views
@@ -75,16 +76,27 @@ class Spiller:
         """All of a block or nothing: a sample that is computed alone rounds differently than beside its fellows."""
         tensors = views(self._arena.slot(order.slot), order.table)
         offsets = tensors["offsets"].tolist()
+        dtype = next(entry.dtype for entry in order.table if entry.name == "features")
         fresh = []
         for sample, rows in zip(order.samples, map(slice, offsets, offsets[1:]), strict=True):
             ids, mask = tensors["token_ids"][rows].view(np.int32), tensors["loss_mask"][rows].view(np.uint8)
             self._waiting[key := sample_key(ids)].add(sample)
             if self._writer.lacks(key):
-                fresh.append((ids, mask, tensors["features"][rows]))
+                fresh.append((ids, mask, *self._kept(tensors["features"][rows], dtype)))
         if fresh:
-            self._writer.require(sum(each.nbytes for sample in fresh for each in sample))
-        for ids, mask, features in fresh:
-            self._writer.add(ids, mask, features)
+            self._writer.require(sum(each.nbytes for sample in fresh for each in sample if each is not None))
+        for ids, mask, features, scales in fresh:
+            self._writer.add(ids, mask, features, scales)
+
+    def _kept(
+        self, features: NDArray[np.generic], dtype: str
+    ) -> tuple[NDArray[np.generic], NDArray[np.float32] | None]:
+        """A sample's features of `dtype` as the cache has them, with their scales if it has some."""
+        if not self._cache.manifest.scales:
+            return features, None
+        from producer.quantise import quantise_rows  # torch, which replay does without
+
+        return quantise_rows(features, dtype, self._cache.manifest.scales)
 
     def _durable(self) -> tuple[int, ...]:
         """The samples that the open cache knows and did not before, shards included that were completed since."""

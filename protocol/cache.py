@@ -22,19 +22,31 @@ from numpy.typing import NDArray
 from protocol.dataset import TokenDataset
 from protocol.direct import write_durably
 from protocol.errors import DraftwireError, RequestError
-from protocol.shards import SHARD_NAME, Index, Sample, index_path, sample_key
+from protocol.shards import SCALE_BYTES, SHARD_NAME, STORED, Index, Sample, index_path, sample_key
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """`fingerprint`: every setting that decides the features of given token ids, by its name."""
+    """`fingerprint`: every setting that decides the features of given token ids, by its name. `dtype` is that of the
+    features in the shards, `width` of them a token; of quantised ones a token has `scales` beside them."""
 
     format: int
     width: int
     dtype: str
     fingerprint: dict[str, str | int]
+    scales: int = 0
+
+    @property
+    def features_bytes(self) -> int:
+        """Bytes of a token's features."""
+        return self.width * STORED[self.dtype][1].itemsize
+
+    @property
+    def scales_bytes(self) -> int:
+        """Bytes of a token's scales."""
+        return self.scales * SCALE_BYTES
 
 
 class Damaged(DraftwireError):
@@ -91,7 +103,7 @@ class Cache:
     def refuse_other(self, manifest: Manifest) -> None:
         """Raises RequestError unless this cache holds features that `manifest` describes."""
         mine, asked = self.manifest.fingerprint, manifest.fingerprint
-        for name in mine.keys() | asked.keys():
+        for name in asked | mine:
             if mine.get(name) != asked.get(name):
                 raise RequestError(
                     f"{self.folder} was made with {name} = {mine.get(name)}, this configuration has {asked.get(name)}: "
@@ -102,16 +114,22 @@ class Cache:
         """`[n]`: which samples of a dataset are here."""
         return np.array([sample_key(dataset.tokens(at)) in self.samples for at in range(len(dataset))], np.bool_)
 
-    def read_into(self, key: str, features: NDArray[np.generic]) -> None:
-        """Reads a sample's features into a contiguous array `[L, width]`; several threads may. Raises Damaged, naming
-        the shard, and KeyError for a sample that is not here."""
+    def read_into(self, key: str, features: NDArray[np.generic], scales: NDArray[np.float32] | None = None) -> None:
+        """Reads a sample's features into a contiguous array `[L, width]`, and into `scales` `[L, n]` what belongs to
+        quantised ones; several threads may. Raises Damaged, naming the shard, and KeyError for a sample that is not
+        here."""
         name, sample = self.samples[key]
-        room = features.data.cast("B")
+        rooms = [(features.data.cast("B"), sample.features_at)]
+        if scales is not None:
+            rooms.append((scales.data.cast("B"), sample.scales_at))
+        digest, whole = xxhash.xxh3_64(), True
         try:
-            found = _read(self._fd(name), room, sample.features_at)
+            for room, at in rooms:
+                whole = whole and _read(self._fd(name), room, at) == len(room)
+                digest.update(room)
         except OSError as error:
             raise Damaged(f"{name}: {error}") from None
-        if found != len(room) or xxhash.xxh3_64_intdigest(room) != sample.features:
+        if not whole or digest.intdigest() != sample.features:
             raise Damaged(f"{name}: sample {key} is damaged")
 
     def strike(self, keys: set[str]) -> None:

@@ -14,7 +14,8 @@ from protocol.units import parse_bytes
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[cache] — `mode` "off": everything is computed; "spill": what is in `dir` is read, the rest is computed and kept;
     "only": everything is read from `dir`, and no target is loaded. `max_bytes`: what the shards in `dir` may take
-    together, else all of the disk but a reserve. `dtype` "bf16" keeps features as they stream."""
+    together, else all of the disk but a reserve. `dtype` "bf16" keeps features as they stream, "fp8" a byte of each,
+    with a scale for each token and tap."""
 
     mode: Literal["off", "spill", "only"] = "off"
     dir: str = "cache"
@@ -33,8 +34,6 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def check(config: CacheConfig) -> None:
     """Raises RequestError for what cannot be done."""
-    if config.dtype == "fp8":
-        raise RequestError('cache.dtype = "fp8" is not there yet: write "bf16", which keeps features as they stream')
     if not config.dir.strip():
         raise RequestError("cache.dir is empty: name a folder")
     if config.budget == 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from itertools import accumulate, chain
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from protocol.direct import DirectFile, sync_folder, write_durably
 from protocol.shards import (
     PART_SUFFIX,
     SHARD_NAME,
+    STORED,
     Index,
     Limits,
     Sample,
@@ -52,26 +54,36 @@ class ShardWriter:
         self, cache: Cache, max_bytes: int | None = None, writers: int = 1, limits: Limits | None = None
     ) -> None:
         self._folder, self._manifest = cache.folder, cache.manifest
-        self._limits = limits or Limits()
+        limits = limits or Limits()
+        self._limits = msgspec.structs.replace(limits, tensors=4) if cache.manifest.scales else limits
         self._keys = set(cache.samples)
         self._budget = None if max_bytes is None else max(max_bytes - cache.nbytes, 0) // writers
         self.samples, self.nbytes = 0, 0  # kept by this writer, in whole shards
         self._file: DirectFile | None = None
         self._path = Path()
-        self._small: list[tuple[bytes, bytes]] = []
+        self._small: list[tuple[bytes, ...]] = []  # of each sample its scales, token ids and mask
         self._open: list[Sample] = []
         self._completed: list[Path] = []
 
-    def add(self, token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8], features: NDArray[np.generic]) -> bool:
-        """Adds a sample: token ids and mask `[L]`, features `[L, width]` as protocol.block carries them. False when it
-        is there already. Raises Full; other OSErrors are the disk's."""
+    def add(
+        self,
+        token_ids: NDArray[np.int32],
+        loss_mask: NDArray[np.uint8],
+        features: NDArray[np.generic],
+        scales: NDArray[np.float32] | None = None,
+    ) -> bool:
+        """Adds a sample: token ids and mask `[L]`, features `[L, width]` in the manifest's dtype (the bytes of fp8 as
+        uint8) and, of quantised ones, `scales` `[L, n]`. False when it is there already. Raises ValueError for features
+        of another dtype, Full; other OSErrors are the disk's."""
+        self._check_form(features, scales)
         key = sample_key(token_ids)
         if key in self._keys:
             return False
         ids, mask = np.ascontiguousarray(token_ids, "<i4").tobytes(), np.ascontiguousarray(loss_mask).tobytes()
+        scaled = b"" if scales is None else np.ascontiguousarray(scales, "<f4").tobytes()
         payload = np.ascontiguousarray(features).data.cast("B")
         try:
-            self.require(len(payload) + len(ids) + len(mask))
+            self.require(len(payload) + len(scaled) + len(ids) + len(mask))
             if self._file is None:
                 self._path = self._folder / (shard_name() + PART_SUFFIX)
                 self._file = DirectFile(self._path, self._limits.head_bytes)
@@ -80,9 +92,11 @@ class ShardWriter:
         except OSError as error:
             self._abandon()
             raise _as_full(error) from error
-        sums = xxhash.xxh3_64_intdigest(payload), xxhash.xxh3_64_intdigest(ids + mask)
+        digest = xxhash.xxh3_64(payload)
+        digest.update(scaled)
+        sums = digest.intdigest(), xxhash.xxh3_64_intdigest(ids + mask)
         self._open.append(Sample(key, len(token_ids), at, 0, 0, *sums))
-        self._small.append((ids, mask))
+        self._small.append((scaled, ids, mask))
         self._keys.add(key)
         if len(self._open) == self._limits.samples or self._file.size >= self._limits.nbytes:
             self.close()
@@ -113,17 +127,17 @@ class ShardWriter:
         return taken
 
     def _complete(self, file: DirectFile) -> None:
-        ids_at = file.size
-        masks_at = ids_at + sum(len(ids) for ids, _ in self._small)
-        samples = []
-        for sample, (ids, mask) in zip(self._open, self._small, strict=True):
-            samples.append(msgspec.structs.replace(sample, token_ids_at=ids_at, loss_mask_at=masks_at))
-            ids_at, masks_at = ids_at + len(ids), masks_at + len(mask)
-        for each in (0, 1):
-            file.append(memoryview(b"".join(pair[each] for pair in self._small)))
+        samples = self._open
+        for each, place in enumerate(("scales_at", "token_ids_at", "loss_mask_at")):
+            pieces = [small[each] for small in self._small]
+            starts = accumulate(map(len, pieces), initial=file.size)
+            samples = [
+                msgspec.structs.replace(sample, **{place: at}) for sample, at in zip(samples, starts, strict=False)
+            ]
+            file.append(memoryview(b"".join(pieces)))
         manifest, head_bytes = self._manifest, self._limits.head_bytes
         told = {"format": "pt"} | {name: str(value) for name, value in manifest.fingerprint.items()}
-        head = header_of(samples, manifest.width, manifest.dtype, told, head_bytes)
+        head = header_of(samples, manifest.width, manifest.dtype, manifest.scales, told, head_bytes)
         nbytes = file.size
         file.finish(head)
         file.close()
@@ -137,6 +151,14 @@ class ShardWriter:
         self.nbytes += nbytes
         self._completed.append(shard)
 
+    def _check_form(self, features: NDArray[np.generic], scales: NDArray[np.float32] | None) -> None:
+        kept, width, columns = self._manifest.dtype, self._manifest.width, 0 if scales is None else scales.shape[1]
+        if features.dtype != STORED[kept][1] or features.shape[1] != width or columns != self._manifest.scales:
+            raise ValueError(
+                f"a cache of {kept} with {width} features and {self._manifest.scales} scales a token takes no "
+                f"{features.dtype} with {features.shape[1]} and {columns}"
+            )
+
     def _abandon(self) -> None:
         """The open shard could not be written: nothing of it stays."""
         if self._file is not None:
@@ -148,7 +170,7 @@ class ShardWriter:
 
     def require(self, more_bytes: int) -> None:
         """Completes the open shard and raises Full when `more_bytes` are too many."""
-        pending = self._file.size + sum(len(ids) + len(mask) for ids, mask in self._small) if self._file else 0
+        pending = self._file.size + sum(map(len, chain.from_iterable(self._small))) if self._file else 0
         pending = pending or self._limits.head_bytes
         disk = shutil.disk_usage(self._folder)
         spare = spare_bytes(disk.total)

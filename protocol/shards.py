@@ -2,11 +2,12 @@
 
     shard-0123456789ab.safetensors   per sample K.features [L, taps x hidden],
                                      K.token_ids int32 [L], K.loss_mask uint8 [L]
+                                     and, of features in fp8, K.scales float32 [L, taps]
     shard-0123456789ab.json          which samples it holds, where, and their checksums; written when the shard is whole
 
 K is the sample's key: the hash of its token ids, which with the cache's fingerprint decide its features. Checksums are
-xxh3 of 64 bits. All features come first, then all token ids, then all masks, so that every tensor is aligned. The
-number of tensors in a shard is bounded, since readers refuse headers of a hundred megabytes.
+xxh3 of 64 bits. All features come first, then all scales, then all token ids, then all masks, so that every tensor is
+aligned. The number of tensors in a shard is bounded, since readers refuse headers of a hundred megabytes.
 """
 
 from __future__ import annotations
@@ -27,27 +28,36 @@ from protocol.direct import PAGE_BYTES
 
 SHARD_NAME = re.compile(r"shard-[0-9a-f]{12}\.safetensors")
 PART_SUFFIX = ".part"
-# What safetensors calls the dtypes of features.
-SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_HEADER_BYTES_A_SAMPLE = 480  # three entries with numbers of fourteen digits
+FP8 = "float8_e4m3fn"
+# What safetensors calls the dtypes of features, and the numpy dtype that carries each: there is no fp8 in numpy.
+STORED = {
+    "bfloat16": ("BF16", CARRIERS["bfloat16"]),
+    "float16": ("F16", CARRIERS["float16"]),
+    "float32": ("F32", CARRIERS["float32"]),
+    FP8: ("F8_E4M3", CARRIERS["uint8"]),
+}
+SCALE_BYTES = 4
+_HEADER_BYTES_A_TENSOR = 160  # an entry with numbers of fourteen digits
 _HEADER_BYTES_BESIDE = 1024
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """When a shard is full: `nbytes` of features and so many samples."""
+    """When a shard is full: `nbytes` of features and so many samples, of `tensors` tensors each."""
 
     nbytes: int = 2 << 30
     samples: int = 4096
+    tensors: int = 3
 
     @property
     def head_bytes(self) -> int:
         """What is set aside for the header of a shard, in whole pages."""
-        return -(-(_HEADER_BYTES_BESIDE + self.samples * _HEADER_BYTES_A_SAMPLE) // PAGE_BYTES) * PAGE_BYTES
+        needed_bytes = _HEADER_BYTES_BESIDE + self.samples * self.tensors * _HEADER_BYTES_A_TENSOR
+        return -(-needed_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """Where a sample lies in its shard, in bytes from the start of the file, and what it adds up to. `small` is the
-    checksum of token ids and loss mask together."""
+    """Where a sample lies in its shard, in bytes from the start of the file, and what it adds up to. `features` is the
+    checksum of features and scales together, `small` that of token ids and loss mask."""
 
     key: str
     tokens: int
@@ -56,6 +66,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     loss_mask_at: int
     features: int
     small: int
+    scales_at: int = 0
 
 
 class Index(msgspec.Struct, frozen=True):
@@ -80,22 +91,26 @@ def index_path(shard: Path) -> Path:
     return shard.with_suffix(".json")
 
 
-def header_of(samples: Sequence[Sample], width: int, dtype: str, metadata: dict[str, str], head_bytes: int) -> bytes:
+def header_of(
+    samples: Sequence[Sample], width: int, dtype: str, scales: int, metadata: dict[str, str], head_bytes: int
+) -> bytes:
     """The head of a shard: the length of the header, then the header, padded with blanks to `head_bytes`.
 
-    `features_at` and its like count from the start of the file, as in the index.
+    `features_at` and its like count from the start of the file, as in the index; `scales` a token, 0: none.
     """
-    item = CARRIERS[dtype].itemsize
+    kind, carrier = STORED[dtype]
     table: dict[str, object] = {"__metadata__": metadata}
-    tensors = (
-        ("features", "features_at", SAFETENSORS_DTYPES[dtype], item * width),
-        ("token_ids", "token_ids_at", "I32", 4),
-        ("loss_mask", "loss_mask_at", "U8", 1),
-    )
-    for name, place, kind, row_bytes in tensors:
+    tensors: list[tuple[str, str, tuple[int, ...], int]] = [
+        ("features", kind, (width,), carrier.itemsize * width),
+        ("token_ids", "I32", (), 4),
+        ("loss_mask", "U8", (), 1),
+    ]
+    if scales:
+        tensors.insert(1, ("scales", "F32", (scales,), SCALE_BYTES * scales))
+    for name, kind, row, row_bytes in tensors:
         for sample in samples:
-            start = getattr(sample, place) - head_bytes
-            shape = [sample.tokens, width] if name == "features" else [sample.tokens]
+            start = getattr(sample, f"{name}_at") - head_bytes
+            shape = [sample.tokens, *row]
             offsets = [start, start + sample.tokens * row_bytes]
             table[f"{sample.key}.{name}"] = {"dtype": kind, "shape": shape, "data_offsets": offsets}
     text = json.dumps(table, separators=(",", ":")).encode()

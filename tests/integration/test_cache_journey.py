@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+
+from launch.cache_commands import verify_cache
+from protocol.cache import Cache
 
 ONE_EPOCH = ("--set", "train.epochs=1")
 
@@ -52,6 +56,38 @@ def test_a_build_computes_only_what_is_missing(cached: Any, as_json: Any) -> Non
     # Another seed, batch and number of anchors train from the same cache.
     other = ("--set", "train.seed=7", "--set", "train.batch_tokens=320", "--set", "train.anchors=4")
     assert cached.run("other", "--set", "train.epochs=2", *other, "--set", "cache.mode=only").returncode == 0
+
+
+def test_fp8_is_kept_by_the_builder_and_another_dtype_is_refused_by_its_name(cached: Any, as_json: Any) -> None:
+    fp8 = ("--set", "cache.dtype=fp8")
+    report = as_json(cached.draftwire("cache", "build", str(cached.config), *fp8, "--json"))
+    assert (report["computed"], report["samples"]) == (64, 64)
+    cache = Cache.open(cached.folder / "cache")
+    tokens = sum(sample.tokens for _, sample in cache.samples.values())
+    width, scales = cache.manifest.width, cache.manifest.scales
+    assert (width, scales) == (32 * scales, len(json.loads(str(cache.manifest.fingerprint["taps"]))))
+    assert report["needed_bytes"] == tokens * (width + 4 * scales + 4 + 1)  # a byte a feature, scales, id and mask
+    (shard,) = (cached.folder / "cache").glob("shard-*.safetensors")
+    with safe_open(shard, framework="pt") as file:
+        names = [name for name in file.keys() if name.endswith(".features")]  # noqa: SIM118 - it is no dict
+        assert {str(file.get_slice(name).get_dtype()) for name in names} == {"F8_E4M3"}
+    assert verify_cache(cached.folder / "cache", print)[0]["damaged"] == []
+    other = cached.run("other", "--set", "cache.mode=only")
+    assert other.returncode == 2
+    assert "was made with cache.dtype = fp8, this configuration has bf16" in other.stderr
+
+
+@pytest.mark.slow
+def test_fp8_trains_nearly_the_same(cached: Any) -> None:
+    """Quantised by the builder, read back by replay."""
+    fp8 = ("--set", "cache.dtype=fp8")
+    assert cached.draftwire("cache", "build", str(cached.config), *fp8).returncode == 0
+    quantised = cached.run("quantised", *ONE_EPOCH, *fp8, "--set", "cache.mode=only")
+    assert quantised.returncode == 0, quantised.stderr
+    assert cached.run("streamed", *ONE_EPOCH).returncode == 0
+    found, exact = (np.array(cached.losses(name)) for name in ("quantised", "streamed"))
+    assert found[:, 1] == pytest.approx(exact[:, 1], rel=0.02)
+    assert (found != exact).any()
 
 
 @pytest.mark.slow

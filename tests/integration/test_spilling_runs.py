@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from protocol.block import CARRIERS
 from protocol.cache import Cache
 from protocol.cache_verify import verify_shards
 
@@ -23,8 +22,7 @@ LONG = ("--set", "train.epochs=40", "--set", "data.eval=[]", "--set", "train.lr=
 def samples_in(cached: Any) -> int:
     """How many samples are in the cache, each of them once and as its checksum says."""
     cache = Cache.open(cached.folder / "cache")
-    row_bytes = cache.manifest.width * CARRIERS[cache.manifest.dtype].itemsize
-    assert verify_shards(cache.folder, row_bytes, lambda done, total: None) == []
+    assert verify_shards(cache.folder, cache.manifest, lambda done, total: None) == []
     assert not list(cache.folder.glob("*.part"))
     assert sum(len(index.samples) for index in cache.shards.values()) == len(cache.samples)
     return len(cache.samples)
@@ -163,6 +161,17 @@ def make_job(*arguments):
     job, notes = whole_job(*arguments)
     return msgspec.structs.replace(job, regroups=job.spills and bool(job.producers)), notes
 """
+
+
+@pytest.mark.slow
+def test_fp8_is_what_a_spilling_run_keeps_and_a_later_one_reads(cached: Any) -> None:
+    fp8 = ("--set", "cache.dtype=fp8")
+    first = cached.run("first", *EPOCH, *SPILL, *fp8)
+    assert first.returncode == 0, first.stderr
+    assert samples_in(cached) == 64
+    assert cached.run("second", *EPOCH, *SPILL, *fp8).returncode == 0
+    assert last(cached, "second")["filled"].keys() == {"replay-0"}
+    assert_alike(cached, "second", "first", rel=0.02)
 
 
 @pytest.mark.slow

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launch import cache_commands
 from launch.cache_commands import list_cache, prune_cache, verify_cache
 from launch.cli import main
 from protocol.cache import Cache, Manifest, in_use
 from protocol.errors import RequestError
 from protocol.shard_writer import ShardWriter
-from protocol.shards import Limits
+from protocol.shards import FP8, Limits
 
 MANIFEST = Manifest(1, 8, "float32", {"weights": "w"})
 
@@ -90,6 +91,13 @@ def lose(shards: list[Path]) -> list[Path]:
     return shards[:1]
 
 
+def rename_in_index(shards: list[Path]) -> list[Path]:
+    path = shards[2].with_suffix(".json")
+    key = Cache.open(shards[0].parent).shards[shards[2].name].samples[2].key
+    path.write_text(path.read_text().replace(key, "0" * len(key)))
+    return shards[2:]
+
+
 def spoil_index(shards: list[Path]) -> list[Path]:
     shards[0].with_suffix(".json").write_bytes(b"{")
     return shards[:1]
@@ -107,8 +115,9 @@ def spoil_index(shards: list[Path]) -> list[Path]:
         swap,
         lose,
         spoil_index,
+        rename_in_index,
     ],
-    ids=["truncated", "feature", "token", "mask", "header", "zeroed", "swapped", "lost", "index"],
+    ids=["truncated", "feature", "token", "mask", "header", "zeroed", "swapped", "lost", "index", "key"],
 )
 def test_verify_finds_every_damage_and_only_that(shards: list[Path], harm: Callable[[list[Path]], list[Path]]) -> None:
     folder = shards[0].parent
@@ -117,6 +126,32 @@ def test_verify_finds_every_damage_and_only_that(shards: list[Path], harm: Calla
     found = damaged(folder)
     assert {each["shard"] for each in found} == {path.name for path in harmed}
     assert all(each["problem"] for each in found)
+
+
+def test_verify_finds_a_flipped_scale(tmp_path: Path) -> None:
+    writer = ShardWriter(Cache.create(tmp_path, Manifest(1, 8, FP8, {}, scales=2)))
+    for at in range(3):
+        ids, mask = np.full(5, at, np.int32), np.ones(5, np.uint8)
+        writer.add(ids, mask, np.full((5, 8), at, np.uint8), np.ones((5, 2), np.float32))
+    writer.close()
+    assert damaged(tmp_path) == []
+    (path,) = tmp_path.glob("*.safetensors")
+    sample = Cache.open(tmp_path).shards[path.name].samples[1]
+    whole = bytearray(path.read_bytes())
+    whole[sample.scales_at + 39] ^= 1
+    path.write_bytes(whole)
+    (found,) = damaged(tmp_path)
+    assert found == {"shard": path.name, "sample": sample.key, "problem": "features differ from the checksum"}
+
+
+def test_verify_says_how_far_it_is(
+    shards: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_commands, "SAY_EVERY_S", 0.0)
+    main_exits(["cache", "verify", str(shards[0].parent), "--json"], 0)
+    said = capsys.readouterr()
+    assert said.err.splitlines() == [f"{done} of 3 shards read" for done in (1, 2, 3)]
+    assert json.loads(said.out)["damaged"] == []
 
 
 def test_verify_names_the_sample_and_exits_with_1(shards: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

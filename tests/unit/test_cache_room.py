@@ -18,7 +18,7 @@ from launch.plan_table import _cache
 from protocol.cache import Cache, Manifest
 from protocol.shard_writer import ShardWriter
 
-ROW_BYTES = row_bytes_of(16, "bfloat16")
+ROW_BYTES = row_bytes_of(16, "bfloat16", 0)
 Disk = namedtuple("Disk", "total used free")
 
 

@@ -11,15 +11,19 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from producer.quantise import quantise_rows
+from producer.replay import read_features
 from protocol import direct, shard_writer
 from protocol.cache import Cache, Damaged, Manifest, in_use
 from protocol.errors import RequestError
 from protocol.shard_writer import Full, ShardWriter, remove_fragments
-from protocol.shards import Limits, sample_key
+from protocol.shards import FP8, Limits, sample_key
 
 WIDTH = 16
 MANIFEST = Manifest(1, WIDTH, "bfloat16", {"weights": "w", "taps": "[0, 1]"})
+QUANTISED = Manifest(1, WIDTH, FP8, {"weights": "w", "cache.dtype": "fp8"}, scales=2)
 SMALL = Limits(nbytes=1 << 20, samples=4)
+ONES = np.full((3, WIDTH), 0x3F80, np.uint16)
 Row = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -63,6 +67,65 @@ def test_safetensors_alone_reads_a_shard(tmp_path: Path, rows: Callable[..., lis
         assert np.array_equal(found[f"{key}.features"].view(torch.uint16).numpy(), features)
         assert np.array_equal(found[f"{key}.token_ids"].numpy(), ids)
         assert np.array_equal(found[f"{key}.loss_mask"].numpy(), mask)
+
+
+def test_quantised_features_lie_beside_their_scales(tmp_path: Path, rows: Callable[..., list[Row]]) -> None:
+    """Half the bytes of bfloat16, in torch's own fp8; what is read back is what torch makes of the shard."""
+    import torch
+
+    made = rows(6)
+    writer = ShardWriter(Cache.create(tmp_path, QUANTISED), limits=SMALL)
+    for ids, mask, features in made:
+        small = (features & 0x83FF) | 0x3C00  # about one, so that nothing is infinite
+        assert writer.add(ids, mask, *quantise_rows(small, "bfloat16", 2))
+    writer.close()
+    cache = Cache.open(tmp_path)
+    assert cache.manifest.features_bytes == MANIFEST.features_bytes / 2
+    for path in tmp_path.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as shard:
+            for name in [name for name in shard.keys() if name.endswith(".features")]:  # noqa: SIM118 - it is no dict
+                values, scales = shard.get_tensor(name), shard.get_tensor(name.replace("features", "scales"))
+                assert (values.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+                rebuilt = (values.float().unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]).flatten(1)
+                room = np.zeros(values.shape, np.uint16)
+                read_features(cache, name.partition(".")[0], room, "bfloat16")
+                assert np.array_equal(room, rebuilt.to(torch.bfloat16).view(torch.uint16).numpy())
+    cache.close()
+
+
+def test_a_damaged_scale_is_not_handed_out(tmp_path: Path) -> None:
+    writer = ShardWriter(Cache.create(tmp_path, QUANTISED))
+    writer.add(np.arange(3, dtype=np.int32), np.ones(3, np.uint8), *quantise_rows(ONES, "bfloat16", 2))
+    writer.close()
+    (path,) = tmp_path.glob("*.safetensors")
+    cache = Cache.open(tmp_path)
+    ((key, (_, sample)),) = cache.samples.items()
+    with path.open("r+b") as file:
+        file.seek(sample.scales_at + 3)
+        file.write(b"\x7f")
+    with pytest.raises(Damaged, match=key):
+        read_features(cache, key, np.zeros_like(ONES), "bfloat16")
+    cache.close()
+
+
+def test_features_of_another_form_are_never_kept(tmp_path: Path) -> None:
+    """A cache of fp8 takes no bfloat16, and the other way round: nothing is silently kept as something else."""
+    ids, mask = np.arange(3, dtype=np.int32), np.ones(3, np.uint8)
+    values, scales = quantise_rows(ONES, "bfloat16", 2)
+    plain = ShardWriter(Cache.create(tmp_path / "plain", MANIFEST))
+    quantised = ShardWriter(Cache.create(tmp_path / "quantised", QUANTISED))
+    for writer, form in (
+        (quantised, (ONES,)),
+        (quantised, (values,)),
+        (quantised, (values, scales[:, :1])),
+        (quantised, (values[:, 1:], scales)),
+        (plain, (values, scales)),
+        (plain, (ONES.view(np.float16),)),
+    ):
+        with pytest.raises(ValueError, match="takes no"):
+            writer.add(ids, mask, *form)
+    assert quantised.add(ids, mask, values, scales)
+    assert plain.add(ids, mask, ONES)
 
 
 def test_what_was_written_is_read_bit_for_bit(tmp_path: Path, rows: Callable[..., list[Row]]) -> None:
@@ -204,6 +267,9 @@ def test_features_of_other_making_are_refused_by_the_fields_name(tmp_path: Path)
         Cache.create(tmp_path, other)
     with pytest.raises(RequestError, match="no cache"):
         Cache.open(tmp_path / "nowhere")
+    kept = Manifest(1, WIDTH, "bfloat16", MANIFEST.fingerprint | {"cache.dtype": "bf16"})
+    with pytest.raises(RequestError, match=r"cache\.dtype = None.*has bf16"):
+        Cache.create(tmp_path, kept)
 
 
 def test_one_writer_at_a_time_and_nobody_while_it_is_pruned(tmp_path: Path) -> None:
@@ -214,3 +280,30 @@ def test_one_writer_at_a_time_and_nobody_while_it_is_pruned(tmp_path: Path) -> N
             pass
     with in_use(tmp_path, alone=True):
         pass
+
+
+def test_a_write_that_fails_behind_the_writers_back_is_said_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full buffer is written by a thread: what becomes of it is heard by the next call at the latest."""
+    monkeypatch.setattr(direct, "BUFFER_BYTES", 8192)
+    writer = ShardWriter(Cache.create(tmp_path, MANIFEST))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    real = os.pwrite
+
+    def no_room(fd: int, piece: memoryview, at: int) -> int:
+        if at > 3 * 8192 + writer._limits.head_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, piece, at)
+
+    monkeypatch.setattr(os, "pwrite", no_room)
+    mask = np.ones(400, np.uint8)
+    many = ((np.full(400, at, np.int32), mask, np.full((400, WIDTH), at, np.uint16)) for at in range(40))
+    with pytest.raises(Full, match="disk is full"):
+        all(writer.add(*row) for row in many)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    monkeypatch.undo()
+    assert writer.add(np.full(400, 0, np.int32), mask, np.full((400, WIDTH), 0, np.uint16))
+    writer.close()
+    assert len(Cache.open(tmp_path).samples) == 1

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from producer.replay import read_features
 from producer.spiller import Spiller
 from protocol import messages as m
 from protocol.arena import Arena, create_arena
 from protocol.block import block_table, table_bytes, views
 from protocol.cache import Cache, Manifest
 from protocol.shard_writer import ShardWriter
-from protocol.shards import sample_key
+from protocol.shards import FP8, sample_key
 
 WIDTH, LENGTH = 8, 5
 TABLE = block_table(2 * LENGTH, 2, WIDTH, "bfloat16")
@@ -42,10 +43,12 @@ class Peer:
 class Desk:
     """A ring of four slots, an empty cache and a spiller at work."""
 
-    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, max_bytes: int | None = None, manifest: Manifest = Manifest(1, WIDTH, "bfloat16", {})
+    ) -> None:
         self.fd = create_arena(4, table_bytes(TABLE), 1 << 30)
         self.arena, self.peer, self.folder = Arena(self.fd, 4, table_bytes(TABLE)), Peer(), folder
-        self.cache = Cache.create(folder, Manifest(1, WIDTH, "bfloat16", {}))
+        self.cache = Cache.create(folder, manifest)
         self.spiller = Spiller(self.cache, ShardWriter(self.cache, max_bytes), self.arena, self.peer)  # type: ignore[arg-type]
 
     def put(self, slot: int, samples: tuple[int, int], contents: tuple[int, int] | None = None) -> m.Spill:
@@ -159,3 +162,19 @@ def test_a_damaged_sample_is_struck_out_and_kept_anew(desk: Callable[..., Desk])
     work.spiller.write(m.Flush())
     assert work.peer.answers(2) == [(101, (2,), ""), (0, (1,), "")]
     assert len(Cache.open(work.folder).samples) == 2
+
+
+def test_a_cache_of_fp8_gets_quantised_features_with_their_scales(desk: Callable[..., Desk]) -> None:
+    work = desk(manifest=Manifest(1, WIDTH, FP8, {}, 2))
+    order = work.put(0, (7, 8))
+    features = views(work.arena.slot(0), TABLE)["features"]
+    numbers = np.linspace(-3, 1000, features.size, dtype=np.float32).reshape(features.shape)
+    features[:] = numbers.view(np.uint32) >> 16  # bfloat16
+    work.spiller.write(order)
+    work.spiller.write(m.Flush())
+    assert work.peer.answers(2) == [(100, (), ""), (0, (7, 8), "")]
+    kept = np.empty((LENGTH, WIDTH), np.uint16)
+    for place, sample in enumerate((7, 8)):
+        read_features(work.cache, sample_key(np.full(LENGTH, sample, np.int32)), kept, "bfloat16")
+        found = (kept.astype(np.uint32) << 16).view(np.float32)
+        assert found == pytest.approx(numbers[place * LENGTH :][:LENGTH], rel=0.08, abs=0.02)
