@@ -21,7 +21,7 @@ from producer.assignments import Assignments
 from producer.dequantise import dequantise_into
 from producer.lease_layout import fill_small_tensors, lease_offsets, lease_table
 from producer.outlet import nack
-from producer.spiller import Spiller
+from producer.spiller import Quantise, Spiller
 from protocol.arena import Arena
 from protocol.block import checksum, views
 from protocol.cache import Cache, Damaged, in_use
@@ -126,6 +126,13 @@ def read_features(cache: Cache, key: str, features: NDArray[np.generic], dtype: 
     dequantise_into(features, values, scales, dtype)
 
 
+def quantiser() -> Quantise:
+    """Loads torch, which nothing else of this process needs."""
+    from producer.quantise import quantise_rows
+
+    return quantise_rows
+
+
 def main(run_dir: Path, index: int, ring_fd: int) -> None:
     """Raises RunError when the coordinator is lost, RequestError when the cache is being pruned."""
     job = read_job(run_dir)
@@ -138,10 +145,11 @@ def main(run_dir: Path, index: int, ring_fd: int) -> None:
             stack.enter_context(in_use(config.folder, ".writing", alone=True))
             remove_fragments(config.folder)
         cache = Cache.open(config.folder)
+        quantise = quantiser() if job.spills and cache.manifest.scales else None
         greeting = hello("producer", REPLAY, index, run_token(), job.schema)
         peer = Peer(job.address, job.run_id, greeting, job.hang_s)
         arena = Arena(ring_fd, job.slots, job.slot_bytes)
-        spiller = Spiller(cache, ShardWriter(cache, config.budget), arena, peer) if job.spills else None
+        spiller = Spiller(cache, ShardWriter(cache, config.budget), arena, peer, quantise) if job.spills else None
         reason = Replay(job, cache, arena, peer, spiller).run()
         if spiller is not None:
             spiller.close()

@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +22,20 @@ from protocol.peer import Peer
 from protocol.shard_writer import Full, ShardWriter
 from protocol.shards import sample_key
 
+Quantise = Callable[[NDArray[np.generic], str, int], tuple[NDArray[np.uint8], NDArray[np.float32]]]
+
 log = logging.getLogger(__name__)
 
 
 class Spiller:
     """`write` takes orders from any thread; each is answered with SPILLED. A full disk, or one that fails, ends the
-    keeping and nothing else; what goes wrong otherwise comes as a STOP into the peer's inbox."""
+    keeping and nothing else; what goes wrong otherwise comes as a STOP into the peer's inbox. `quantise` is
+    producer.quantise.quantise_rows for a cache of fp8."""
 
-    def __init__(self, cache: Cache, writer: ShardWriter, arena: Arena, peer: Peer) -> None:
+    def __init__(
+        self, cache: Cache, writer: ShardWriter, arena: Arena, peer: Peer, quantise: Quantise | None = None
+    ) -> None:
+        self._quantise = quantise
         self._cache, self._writer, self._arena, self._peer = cache, writer, arena, peer
         self._orders: queue.Queue[Spill | Flush | None] = queue.Queue()
         # Samples of the dataset, by key, that are in the cache as soon as the open shard is; some may be alike.
@@ -77,26 +84,19 @@ class Spiller:
         tensors = views(self._arena.slot(order.slot), order.table)
         offsets = tensors["offsets"].tolist()
         dtype = next(entry.dtype for entry in order.table if entry.name == "features")
+        scales = self._cache.manifest.scales
         fresh = []
         for sample, rows in zip(order.samples, map(slice, offsets, offsets[1:]), strict=True):
             ids, mask = tensors["token_ids"][rows].view(np.int32), tensors["loss_mask"][rows].view(np.uint8)
             self._waiting[key := sample_key(ids)].add(sample)
             if self._writer.lacks(key):
-                fresh.append((ids, mask, *self._kept(tensors["features"][rows], dtype)))
+                features = tensors["features"][rows]
+                kept = (features, None) if self._quantise is None else self._quantise(features, dtype, scales)
+                fresh.append((ids, mask, *kept))
         if fresh:
             self._writer.require(sum(each.nbytes for sample in fresh for each in sample if each is not None))
-        for ids, mask, features, scales in fresh:
-            self._writer.add(ids, mask, features, scales)
-
-    def _kept(
-        self, features: NDArray[np.generic], dtype: str
-    ) -> tuple[NDArray[np.generic], NDArray[np.float32] | None]:
-        """A sample's features of `dtype` as the cache has them, with their scales if it has some."""
-        if not self._cache.manifest.scales:
-            return features, None
-        from producer.quantise import quantise_rows  # torch, which replay does without
-
-        return quantise_rows(features, dtype, self._cache.manifest.scales)
+        for sample_ids, *rest in fresh:
+            self._writer.add(sample_ids, *rest)
 
     def _durable(self) -> tuple[int, ...]:
         """The samples that the open cache knows and did not before, shards included that were completed since."""

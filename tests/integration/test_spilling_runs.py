@@ -164,10 +164,12 @@ def make_job(*arguments):
 
 
 @pytest.mark.slow
-def test_fp8_is_what_a_spilling_run_keeps_and_a_later_one_reads(cached: Any) -> None:
+def test_fp8_is_what_a_spilling_run_keeps_and_a_later_one_reads(cached: Any, as_json: Any) -> None:
     fp8 = ("--set", "cache.dtype=fp8")
     first = cached.run("first", *EPOCH, *SPILL, *fp8)
     assert first.returncode == 0, first.stderr
+    assert 0 < samples_in(cached) <= 64
+    as_json(cached.draftwire("cache", "build", str(cached.config), *fp8, "--json"))
     assert samples_in(cached) == 64
     assert cached.run("second", *EPOCH, *SPILL, *fp8).returncode == 0
     assert last(cached, "second")["filled"].keys() == {"replay-0"}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from producer.quantise import quantise_rows
 from producer.replay import read_features
 from producer.spiller import Spiller
 from protocol import messages as m
@@ -43,13 +44,13 @@ class Peer:
 class Desk:
     """A ring of four slots, an empty cache and a spiller at work."""
 
-    def __init__(
-        self, folder: Path, max_bytes: int | None = None, manifest: Manifest = Manifest(1, WIDTH, "bfloat16", {})
-    ) -> None:
+    def __init__(self, folder: Path, max_bytes: int | None = None, fp8: bool = False) -> None:
         self.fd = create_arena(4, table_bytes(TABLE), 1 << 30)
         self.arena, self.peer, self.folder = Arena(self.fd, 4, table_bytes(TABLE)), Peer(), folder
-        self.cache = Cache.create(folder, manifest)
-        self.spiller = Spiller(self.cache, ShardWriter(self.cache, max_bytes), self.arena, self.peer)  # type: ignore[arg-type]
+        form = Manifest(1, WIDTH, FP8, {}, 2) if fp8 else Manifest(1, WIDTH, "bfloat16", {})
+        self.cache = Cache.create(folder, form)
+        writer, quantise = ShardWriter(self.cache, max_bytes), quantise_rows if fp8 else None
+        self.spiller = Spiller(self.cache, writer, self.arena, self.peer, quantise)  # type: ignore[arg-type]
 
     def put(self, slot: int, samples: tuple[int, int], contents: tuple[int, int] | None = None) -> m.Spill:
         """A block of two samples, of which those of equal content are alike."""
@@ -165,7 +166,7 @@ def test_a_damaged_sample_is_struck_out_and_kept_anew(desk: Callable[..., Desk])
 
 
 def test_a_cache_of_fp8_gets_quantised_features_with_their_scales(desk: Callable[..., Desk]) -> None:
-    work = desk(manifest=Manifest(1, WIDTH, FP8, {}, 2))
+    work = desk(fp8=True)
     order = work.put(0, (7, 8))
     features = views(work.arena.slot(0), TABLE)["features"]
     numbers = np.linspace(-3, 1000, features.size, dtype=np.float32).reshape(features.shape)
