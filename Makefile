@@ -23,7 +23,7 @@ demo: install
 
 # Two at a time: most of the time goes into starting processes and waiting for them. More would want more memory.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 1
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 
 lint: install
 	$(BIN)/ruff check .

@@ -76,6 +76,7 @@ def test_a_gradient_and_a_loss_that_are_not_finite_cost_two_steps(workspace, pat
     assert not any(row["skipped"] for row in workspace.rows("strict", "step")[30:])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_hours_end_a_run_as_done_and_more_hours_go_on_with_it(workspace, as_json):
     for_seconds = lambda seconds: (*LONG, "--set", f"train.max_hours={seconds / 3600}")  # noqa: E731
