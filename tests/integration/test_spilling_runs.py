@@ -186,6 +186,21 @@ def test_a_complete_cache_starts_the_run_again_without_producers(cached: Any, pa
 
 
 @pytest.mark.slow
+def test_two_producers_and_two_ranks_fill_and_read_one_cache(cached: Any) -> None:
+    two = (*EPOCH, "--set", "gpus.split=2:2")
+    assert cached.run("streamed", *two).returncode == 0
+    for name in ("first", "second"):
+        run = cached.run(name, *two, *SPILL)
+        assert run.returncode == 0, run.stderr
+        assert cached.losses(name) == cached.losses("streamed")
+        last(cached, name)
+    assert last(cached, "second")["filled"]["replay-0"] > 0
+    other = cached.run("other", "--resume", "--set", "train.epochs=2", "--set", "data.eval=[]", *SPILL)
+    assert other.returncode == 0, other.stderr
+    assert samples_in(cached) + last(cached, "other")["cache"]["passed_over"] >= 64
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["shm", "zmq"])
 def test_kills_of_everybody_leave_a_whole_cache_and_the_losses_of_an_undisturbed_run(cached: Any, way: str) -> None:
     """K1: a rewind passes samples twice, and nothing is written twice."""
