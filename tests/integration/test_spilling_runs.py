@@ -201,6 +201,7 @@ def test_two_producers_and_two_ranks_fill_and_read_one_cache(cached: Any) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("way", ["shm", "zmq"])
 def test_kills_of_everybody_leave_a_whole_cache_and_the_losses_of_an_undisturbed_run(cached: Any, way: str) -> None:
     """K1: a rewind passes samples twice, and nothing is written twice."""
