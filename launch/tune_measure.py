@@ -61,7 +61,7 @@ class Bench:
                 one_off("convert", "producer.embedded", [], self.run_dir, signals, screen)
             self._target_dir = locate_target(config.target, screen.say)
             # Known until training begins, as in a run.
-            self._config, self._trained = inherited(_for_trial(config), self._target_dir, None, screen.say)
+            self._config, self._trained = inherited(for_trial(config), self._target_dir, None, screen.say)
             self.outline = self._outline(_first_split(config, len(gpus)))
             self.dataset: TokenDataset = set_up(
                 self._config, self.outline, None, self.run_dir, self._signals, self._screen
@@ -170,7 +170,7 @@ def other_sizes(own: int, gpus: int) -> list[int]:
     return [size for size in (1, 2, 4, 8) if size != own and size < gpus]
 
 
-def _for_trial(config: Config) -> Config:
+def for_trial(config: Config) -> Config:
     """The configuration without a cache, with next to no evaluation; its data is the same, so that the dataset is."""
     evaluation = replace(config.eval, every=0, prompts=1, max_new_tokens=2)
     train = replace(config.train, max_steps=None, max_hours=None)

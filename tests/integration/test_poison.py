@@ -59,13 +59,13 @@ def fill(target, taps, lease, slot, job, stage, wanted=lambda: True):
 ARENA = """
 _sign, _signed = Arena.sign, []
 
-def sign(self, index, attempt):
+def sign_late(self, index, attempt):
     _signed.append(attempt)
     _sign(self, index, attempt)
     if len(_signed) == 6:  # a block is signed before its first byte and after its last
         _sign(self, index, attempt - 1)
 
-Arena.sign = sign
+Arena.sign = sign_late
 """
 # What is done to a sample, and what is said of its block.
 REASONS = {

@@ -14,7 +14,8 @@ from protocol.cache import Cache
 from protocol.cache_verify import verify_shards
 
 SPILL = ("--set", "cache.mode=spill")
-EPOCH = ("--set", "train.epochs=1", "--set", "data.eval=[]")
+EVALUATED = ("--set", "train.epochs=1")
+EPOCH = (*EVALUATED, "--set", "data.eval=[]")
 # At a small rate: other rounding of cached samples grows with every step.
 LONG = ("--set", "train.epochs=40", "--set", "data.eval=[]", "--set", "train.lr=1e-5")
 
@@ -78,9 +79,10 @@ def damage(folder: Path, samples: int) -> str:
 def test_k4_k2_spilling_runs_train_as_a_streamed_one_until_the_target_is_not_needed(
     cached: Any, as_json: Any, patch_children: Any, no_target: dict[str, str]
 ) -> None:
-    """An empty cache and a budget that it exceeds; more room; everything there: the same losses, bit for bit."""
-    assert cached.run("streamed", *EPOCH).returncode == 0
-    first = cached.run("first", *EPOCH, *SPILL, "--set", "cache.max_bytes=2150000")
+    """An empty cache and a budget that it exceeds; more room; everything there, the evaluation shard included: the same
+    losses, bit for bit."""
+    assert cached.run("streamed", *EVALUATED).returncode == 0
+    first = cached.run("first", *EVALUATED, *SPILL, "--set", "cache.max_bytes=2150000")
     assert first.returncode == 0, first.stderr
     assert "cache: 0 of the 64 samples are in" in first.stdout
     full = "the cache takes nothing more, the run goes on: cache.max_bytes is used up"
@@ -89,7 +91,7 @@ def test_k4_k2_spilling_runs_train_as_a_streamed_one_until_the_target_is_not_nee
     held = samples_in(cached)
     assert held == last(cached, "first")["cache"]["kept"]
     assert 0 < held < 64
-    second = cached.run("second", *EPOCH, *SPILL)
+    second = cached.run("second", *EVALUATED, *SPILL)
     assert second.returncode == 0, second.stderr
     assert f"cache: {held} of the 64 samples are in" in second.stdout
     state = last(cached, "second")
@@ -100,15 +102,17 @@ def test_k4_k2_spilling_runs_train_as_a_streamed_one_until_the_target_is_not_nee
     report = (cached.runs / "second/report.md").read_text()
     assert f"- cache: {state['cache']['held']} of 64 samples held" in report
     if there < 64:
-        as_json(cached.draftwire("cache", "build", str(cached.config), "--set", "data.eval=[]", "--json"))
+        as_json(cached.draftwire("cache", "build", str(cached.config), "--json"))
     patch_children(no_target)
-    covered = cached.run("covered", *EPOCH, *SPILL)
+    covered = cached.run("covered", *EVALUATED, *SPILL)
     assert covered.returncode == 0, covered.stderr
     assert "holds all 64 samples; no target is loaded" in covered.stdout
     assert last(cached, "covered")["filled"].keys() == {"replay-0"}
     assert len(cached.losses("streamed")) > 5
+    accepted = [row["acceptance_mean"] for row in cached.rows("streamed", "eval")]
     for name in ("first", "second", "covered"):
         assert cached.losses(name) == cached.losses("streamed")
+        assert [row["acceptance_mean"] for row in cached.rows(name, "eval")] == accepted != []
 
 
 def test_k1_e1_half_a_block_may_come_from_the_cache_and_a_damaged_shard_costs_only_the_work(
@@ -193,6 +197,22 @@ def test_a_complete_cache_starts_the_run_again_without_producers(cached: Any, pa
 
 
 @pytest.mark.slow
+def test_two_producers_and_two_ranks_fill_and_read_one_cache(cached: Any) -> None:
+    two = (*EPOCH, "--set", "gpus.split=2:2")
+    assert cached.run("streamed", *two).returncode == 0
+    for name in ("first", "second"):
+        run = cached.run(name, *two, *SPILL)
+        assert run.returncode == 0, run.stderr
+        assert cached.losses(name) == cached.losses("streamed")
+        last(cached, name)
+    assert last(cached, "second")["filled"]["replay-0"] > 0
+    other = cached.run("other", "--resume", "--set", "train.epochs=2", "--set", "data.eval=[]", *SPILL)
+    assert other.returncode == 0, other.stderr
+    assert samples_in(cached) + last(cached, "other")["cache"]["passed_over"] >= 64
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("way", ["shm", "zmq"])
 def test_kills_of_everybody_leave_a_whole_cache_and_the_losses_of_an_undisturbed_run(cached: Any, way: str) -> None:
     """K1: a rewind passes samples twice, and nothing is written twice."""

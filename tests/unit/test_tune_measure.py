@@ -14,8 +14,9 @@ from launch.machine import Gpu, describe_machine
 from launch.measurements import Measurements, ProducerRate, Room, TrainerRate, Work, write_measurements
 from launch.placement import GpusConfig
 from launch.trainer_fit import fit_trainer
-from launch.tune_measure import other_sizes
+from launch.tune_measure import for_trial, other_sizes
 from launch.tune_runs import rate_of_steps
+from protocol.cache_config import CacheConfig
 from protocol.errors import RunError
 from protocol.job import write_job
 
@@ -142,3 +143,18 @@ def test_a_run_that_goes_on_keeps_its_split_on_the_same_gpus(config: Config, tmp
     fewer = GPUS[:4]
     write_measurements(kept_path(config, fewer), measurements(1000, 340))
     assert split_to_use(config, fewer, tmp_path, lambda line: None).split == "1:3"
+
+
+def test_a_start_in_which_every_gpu_trained_says_nothing_of_a_split(
+    config: Config, tmp_path: Path, make_job: Any
+) -> None:
+    """Its cache was complete; a shard of it was found damaged, say."""
+    (tmp_path / "checkpoints" / "step-000010").mkdir(parents=True)
+    devices = tuple(f"cuda:{index}" for index in range(8))
+    write_job(tmp_path, make_job({"consumers": 8}, producers=(), consumers=devices))
+    assert split_to_use(config, GPUS, tmp_path, lambda line: None) == config.gpus
+
+
+def test_what_is_measured_is_never_read_from_a_cache(config: Config) -> None:
+    cached = msgspec.structs.replace(config, cache=CacheConfig(mode="spill"))
+    assert for_trial(cached).cache == CacheConfig()
