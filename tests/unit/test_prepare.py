@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from producer.config import DataConfig, SourceConfig, TargetConfig, check
-from producer.prepare import prepare, report_of, unused_special_ids
+from producer.prepare import prepare, report_of
 from producer.samples import SampleMaker, tokenizer_fingerprint
+from producer.unspool import unused_special_ids
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError
 
