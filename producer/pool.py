@@ -55,9 +55,11 @@ def tokenised(
             for _, future in waiting:
                 future.cancel()
             raise
-    for connection in connections:
-        connection.close()
-    processes.wait()
+        finally:
+            threads.shutdown()
+            for connection in connections:
+                connection.close()  # which ends a process
+            processes.wait()
 
 
 def _started(workers: int) -> tuple[subprocess.Popen[bytes], list[Connection]]:

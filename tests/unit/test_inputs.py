@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from producer import inputs
 from producer.inputs import read_source, source_bytes, source_digest, source_files
 from producer.meter import Meter
 from protocol.errors import RequestError
@@ -41,7 +42,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_an_array_gives_its_items(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None, piece_chars: int
 ) -> None:
-    monkeypatch.setattr(inputs, "_PIECE_CHARS", max(piece_chars, 4))
+    monkeypatch.setattr(inputs, "PIECE_BYTES", max(piece_chars, 4))
     path = tmp_path / "a.json"
     path.write_text("\ufeff" + json.dumps(ROWS, indent=indent, ensure_ascii=False), encoding="utf-8")
     assert values(path) == ROWS
