@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 _NAMES = ("tokens.bin", "mask.bin", "samples.bin")
 SAMPLE_COLUMNS = 5  # length, file, row, count of the row over all data, eligible anchors
-_PIECE_TOKENS = 4 << 20
+_PIECE_TOKENS = 1 << 20
 
 
 class Spool:
@@ -75,7 +75,7 @@ class Spool:
         return np.fromfile(self.folder / _NAMES[-1], np.int64).reshape(-1, SAMPLE_COLUMNS)
 
     def pieces(self, lengths: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int32], NDArray[np.uint8], slice]]:
-        """Tokens `[T]` and mask `[T]` of some samples after the other, and which of `lengths` these are: a few million
+        """Tokens `[T]` and mask `[T]` of some samples after the other, and which of `lengths` these are: a million
         tokens at a time, so that memory does not grow with the data."""
         for stream in self._files:
             stream.flush()
