@@ -8,7 +8,7 @@ drafter's step counts with 0.6. Checkpoints, evaluations and the start of a run 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -26,11 +26,12 @@ CONSUMER_SHARE = 0.60
 
 class Hours(msgspec.Struct, frozen=True):
     """Of the whole run: what each side needs alone, and what the slower side, or both in turn on shared GPUs, makes of
-    it."""
+    it. `source`: a table of cards, or what `draftwire tune` measured here (launch/measured_hours.py)."""
 
     producer: float
     consumer: float
     total: float
+    source: Literal["cards", "measured"] = "cards"
 
 
 def forward_flop(

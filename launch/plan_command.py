@@ -14,7 +14,9 @@ from launch.config import Config
 from launch.corpus import Corpus, Drawn, counted, estimated, given
 from launch.fitting import fitted, measured_target
 from launch.hours import forward_flop, hours
+from launch.kept import kept, split_to_use
 from launch.machine import Gpu
+from launch.measured_hours import measured_hours
 from launch.site import anywhere, roles, site_of
 from launch.start import Outline, dataset_folder, make_plan
 from producer.locate import locate_target, read_config, read_target_facts
@@ -44,6 +46,10 @@ def plan_run(config: Config, request: Request, say: Say) -> dict[str, Any]:
     facts = read_target_facts(folder)
     if request.samples is not None and site.here and not site.gpus:
         site = anywhere(config.gpus)  # asked about a target, not about a machine without GPUs
+    measured = kept(config, site.gpus) if site.here else None
+    if measured is not None:
+        split = split_to_use(config, site.gpus, Path(config.run.dir) / config.run.name, say)
+        config = msgspec.structs.replace(config, gpus=split)
     plan = fitted(config, measured_target(config, folder, facts), site)
     found = plan.found
     dataset, corpus = _corpus(config, request, folder, facts, say)
@@ -79,7 +85,10 @@ def plan_run(config: Config, request: Request, say: Say) -> dict[str, Any]:
         "free_memory_bytes": plan.site.free_bytes if plan.site.here else None,
         "checkpoints_disk_bytes": checkpoints,
         "devices": roles(found, plan.site.gpus),
-        "hours": msgspec.to_builtins(_hours(config, found, plan.site.gpus, folder, corpus, passes)),
+        "hours": msgspec.to_builtins(
+            (measured_hours(measured, found.placement, corpus, passes) if measured is not None else None)
+            or _hours(config, found, plan.site.gpus, folder, corpus, passes)
+        ),
         "notes": plan.notes,
     }
 
