@@ -27,7 +27,6 @@ class Borders:
         if first is None or last is None:
             first, last = self._ends().searchsorted((start, end), side="right").tolist()
             return first, last
-        last += 1
         while last < self._count and self._encoding.token_to_chars(last)[1] <= end:
             last += 1
         return first, last
