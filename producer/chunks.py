@@ -44,7 +44,8 @@ class Chunk:
 @dataclass(frozen=True)
 class Done:
     """What a chunk's rows became. Per sample: its length and eligible anchors, the row (by place in the chunk) that it is
-    of, and the tokens and supervised tokens that `max_length` cut off. Per row: its format, and why it was skipped."""
+    of, and the tokens and supervised tokens that `max_length` cut off. Per row: its format, whether it has reasoning and tool calls,
+    and why it was skipped."""
 
     tokens: NDArray[np.int32]
     mask: NDArray[np.uint8]
@@ -54,6 +55,8 @@ class Done:
     cut_tokens: NDArray[np.int64]
     cut_supervised: NDArray[np.int64]
     kinds: list[str]
+    reasons: list[bool]
+    calls: list[bool]
     skips: dict[int, SkipRow]
     left_out: dict[int, dict[str, int]]
 
@@ -90,6 +93,7 @@ def tokenise_chunk(maker: SampleMaker, sources: Sequence[SourceConfig], chunk: C
     items: list[tuple[int, Item]] = []
     skips: dict[int, SkipRow] = {}
     kinds = [""] * len(chunk.rows)
+    reasons, calls = ([False] * len(chunk.rows) for _ in range(2))
     for place, (number, payload, _) in enumerate(chunk.rows):
         try:
             item = maker.item(row_of(path, number, payload), source)
@@ -98,6 +102,8 @@ def tokenise_chunk(maker: SampleMaker, sources: Sequence[SourceConfig], chunk: C
             continue
         items.append((place, item))
         kinds[place] = item.kind
+        if item.conversation is not None:
+            reasons[place], calls[place] = item.conversation.reasons, item.conversation.calls
     kept: list[tuple[int, Tokenised]] = []
     left_out: dict[int, dict[str, int]] = {}
     for (place, _), made in zip(items, maker.samples([item for _, item in items]), strict=True):
@@ -126,6 +132,8 @@ def tokenise_chunk(maker: SampleMaker, sources: Sequence[SourceConfig], chunk: C
         cut_tokens=whole - lengths,
         cut_supervised=np.asarray(supervised_behind, dtype=np.int64),
         kinds=kinds,
+        reasons=reasons,
+        calls=calls,
         skips=skips,
         left_out=left_out,
     )

@@ -170,6 +170,13 @@ class SampleMaker:
             self._templates[thinking] = (template, Fidelity(template))
         return self._templates[thinking]
 
+    def thinking(self, item: Item) -> str:
+        """How an item asks: with thinking "on" or "off"; "" where nobody can tell: token ids, documents, and templates
+        without a switch."""
+        if item.conversation is None or not self.template("keep")[0].has_switch():
+            return ""
+        return "off" if _switch(item) == "off" else "on"
+
     def _given_tokens(self, row: dict[str, Any]) -> Tokenised:
         made_for = row.get("tokenizer")
         if made_for is not None and made_for != self.tokenizer_id:

@@ -81,6 +81,8 @@ def _add(
             continue
         report.kept += 1
         source.kept += 1
+        report.with_reasoning += done.reasons[place]
+        report.with_tool_calls += done.calls[place]
         for reason, count in done.left_out.get(place, {}).items():
             add(report.left_out, reason, count)
         samples = [*range(int(firsts[place]), int(firsts[place + 1]))] * copies

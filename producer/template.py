@@ -72,6 +72,14 @@ class Template:
         self._compiled = self._compile()
         self._off_supplies = self._supplied_when_off() if thinking == "keep" else None
 
+    def has_switch(self) -> bool:
+        """Whether the generation prompt is another one when thinking is off."""
+        question = [{"role": "user", "content": "q"}]
+        try:
+            return self.render(question, ask=True, options={}) != self.render(question, ask=True, options=_THINKING_OFF)
+        except SkipRow:
+            return False
+
     def shows(self) -> Shows:
         """Which parts of a conversation this template has a place for, found by trying."""
         call = {"type": "function", "function": {"name": SENTINEL, "arguments": {}}}
