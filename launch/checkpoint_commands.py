@@ -19,11 +19,15 @@ def evaluate(name: str) -> tuple[dict[str, Any], list[str]]:
     run_dir, checkpoint = find_checkpoint(name)
     found = measured(Subject(checkpoint, run_dir))
     divided = parts(found, *row_facts(run_dir / "eval.safetensors"))
-    report = acceptance_row(found) | divided | {
-        "lengths": [list(lengths) for lengths in found.lengths],
-        "checkpoint": str(checkpoint),
-        "definition": found.definition,
-    }
+    report = (
+        acceptance_row(found)
+        | divided
+        | {
+            "lengths": [list(lengths) for lengths in found.lengths],
+            "checkpoint": str(checkpoint),
+            "definition": found.definition,
+        }
+    )
     low, high = found.interval
     positions = " ".join(f"{share:.3f}" for share in found.per_position)
     lines = [

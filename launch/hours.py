@@ -70,4 +70,5 @@ def hours(
     trained = drafter_flop(msgspec.to_builtins(shape), corpus.tokens, used, corpus.mean_context)
     consumer = trained / (rates[1] * CONSUMER_SHARE)
     total = producer + consumer if shared else max(producer, consumer)
-    return Hours(*(passes * seconds / 3600 for seconds in (producer, consumer, total)))
+    producer, consumer, total = (passes * seconds / 3600 for seconds in (producer, consumer, total))
+    return Hours(producer, consumer, total)

@@ -21,8 +21,11 @@ def measured_hours(measured: Measurements, placement: Placement, corpus: Corpus,
     row = next((each for each in rows if each.split == split), None)
     if row is None or row.lacking:
         return None
-    rates = (row.producers_alone, row.trainers_alone, row.tokens_per_s)
-    return Hours(*(passes * corpus.tokens / rate / 3600 for rate in rates), source="measured")
+    tokens = passes * corpus.tokens
+    producer, consumer, total = (
+        tokens / rate / 3600 for rate in (row.producers_alone, row.trainers_alone, row.tokens_per_s)
+    )
+    return Hours(producer, consumer, total, "measured")
 
 
 def split_of(placement: Placement) -> Split:

@@ -43,9 +43,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Done:
-    """What a chunk's rows became. Per sample: its length and eligible anchors, the row (by place in the chunk) that it is
-    of, and the tokens and supervised tokens that `max_length` cut off. Per row: its format, whether it has reasoning and tool calls,
-    and why it was skipped."""
+    """What a chunk's rows became. Per sample: its length and eligible anchors, the row (by place in the chunk) that it
+    is of, and the tokens and supervised tokens that `max_length` cut off. Per row: its format, whether it has reasoning
+    and tool calls, and why it was skipped."""
 
     tokens: NDArray[np.int32]
     mask: NDArray[np.uint8]

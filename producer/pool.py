@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
@@ -78,10 +79,8 @@ def _started(workers: int) -> tuple[subprocess.Popen[bytes], list[Connection]]:
 
 def _send(connection: Connection, work: Work, idle: SimpleQueue[Connection]) -> None:
     """Tells a process what it works with. One that is dead by then shows when it is asked."""
-    try:
+    with suppress(OSError):
         connection.send(work)
-    except OSError:
-        pass
     idle.put(connection)
 
 

@@ -1,8 +1,8 @@
 """Where `prepare` puts what it has tokenised until the dataset is complete, so that interrupted work goes on.
 
 `NAME.work/` beside the dataset `NAME` holds `tokens.bin` int32, `mask.bin` uint8, `samples.bin` int64 `[n, 5]` (length,
-file, row, count of the row, eligible anchors), and `state.json`, which says how much of them is good and what was counted so far.
-Samples lie here uncut when the length limit is not known yet.
+file, row, count of the row, eligible anchors), and `state.json`, which says how much of them is good and what was
+counted so far. Samples lie here uncut when the length limit is not known yet.
 """
 
 from __future__ import annotations

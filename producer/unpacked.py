@@ -13,14 +13,14 @@ from producer.tables import missing_package
 PIECE_BYTES = 1 << 20
 
 
-def unpacked(path: Path, raw: IO[bytes]) -> io.BufferedReader:
+def unpacked(path: Path, raw: io.FileIO) -> io.BufferedReader:
     """What the open file `raw`, named `path`, holds. Raises RequestError where a package is missing; reading raises
     OSError, EOFError or zlib.error for a file that is damaged or cut off."""
     if path.name.endswith(".gz"):
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), PIECE_BYTES)  # type: ignore[type-var]
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), PIECE_BYTES)
     if path.name.endswith(".zst"):
         return io.BufferedReader(_Zstd(raw), PIECE_BYTES)
-    return io.BufferedReader(raw, PIECE_BYTES)  # type: ignore[type-var]
+    return io.BufferedReader(raw, PIECE_BYTES)
 
 
 class _Zstd(io.RawIOBase):
@@ -29,7 +29,8 @@ class _Zstd(io.RawIOBase):
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
-        self._library, self._frame = _zstd_library(), None
+        self._library: Any = _zstd_library()
+        self._frame: Any = None
         self._left = memoryview(b"")
 
     def readable(self) -> bool:

@@ -1,4 +1,4 @@
-"""X3 and X4 of the public reports: an export says what it belongs to and was trained on, an evaluation where it is good."""
+"""X4 of the public reports: an export says what it was trained on, an evaluation where the drafter is good."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from protocol.dataset import write_dataset
 from protocol.errors import RequestError
 
 SWITCHED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}"
     "{{ m.content }}{% for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}[]{% endif %}{% endif %}"
