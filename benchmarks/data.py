@@ -59,13 +59,22 @@ class Peaks:
 
     def _watch(self) -> None:
         while not self._stop.wait(0.1):
-            self.below = max([self.below, *map(peak_bytes, processes_below(os.getpid()))])
+            # One that has not become another program yet still has this one's memory.
+            below = [pid for pid in processes_below(os.getpid()) if b"producer.tokeniser" in command_line(pid)]
+            self.below = max([self.below, *map(peak_bytes, below)])
 
 
 def processes_below(parent: int) -> list[int]:
     children = Path(f"/proc/{parent}/task").glob("*/children")
     found = [int(pid) for path in children for pid in path.read_text().split()]
     return found + [pid for child in found for pid in processes_below(child)]
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def peak_bytes(pid: int) -> int:
