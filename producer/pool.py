@@ -7,6 +7,7 @@ process is not forked: it may run threads, a tokenizer's among them, and a fork 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -36,9 +37,9 @@ def tokenised(
         for chunk in chunks:
             yield chunk, tokenise_chunk(maker, sources, chunk)
         return
+    work = pickle.dumps(Work(maker.tokenizer, maker.vocab_size, maker.max_length, list(sources)))
     processes, connections = _started(workers)
     idle: SimpleQueue[Connection] = SimpleQueue()
-    work = Work(maker.tokenizer, maker.vocab_size, maker.max_length, list(sources))
     waiting: deque[tuple[Chunk, Future[Done]]] = deque()
     with ThreadPoolExecutor(workers) as threads:
         try:
@@ -67,8 +68,9 @@ def _started(workers: int) -> tuple[subprocess.Popen[bytes], list[Connection]]:
     """The processes, by the one that forks, and a connection to each."""
     pairs = [socket.socketpair() for _ in range(workers)]
     theirs = [end.fileno() for _, end in pairs]
-    # What is importable here is importable there, and nothing else is.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # What is importable here is importable there, and nothing else is. A process that forks runs no threads.
+    single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    environment = {**os.environ, **single, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     processes = subprocess.Popen(
         [*_COMMAND, str(os.getpid()), *map(str, theirs)], pass_fds=theirs, stdin=subprocess.DEVNULL, env=environment
     )
@@ -77,10 +79,10 @@ def _started(workers: int) -> tuple[subprocess.Popen[bytes], list[Connection]]:
     return processes, [Connection(end.detach()) for end, _ in pairs]
 
 
-def _send(connection: Connection, work: Work, idle: SimpleQueue[Connection]) -> None:
+def _send(connection: Connection, work: bytes, idle: SimpleQueue[Connection]) -> None:
     """Tells a process what it works with. One that is dead by then shows when it is asked."""
     with suppress(OSError):
-        connection.send(work)
+        connection.send_bytes(work)
     idle.put(connection)
 
 
