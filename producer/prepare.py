@@ -22,7 +22,7 @@ from protocol.dataset import TokenDataset
 from protocol.errors import RequestError
 
 # Raised whenever the same rows would become other samples than before.
-FORMAT = 3
+FORMAT = 4
 # Starting processes takes a second, so they are worth it for larger data only.
 _BYTES_FOR_WORKERS = 8 << 20
 _MOST_WORKERS = 16
