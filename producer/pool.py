@@ -7,7 +7,6 @@ process is not forked: it may run threads, a tokenizer's among them, and a fork 
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 
 from producer.chunks import Chunk, Done, tokenise_chunk
@@ -37,7 +37,7 @@ def tokenised(
         for chunk in chunks:
             yield chunk, tokenise_chunk(maker, sources, chunk)
         return
-    work = pickle.dumps(Work(maker.tokenizer, maker.vocab_size, maker.max_length, list(sources)))
+    work = bytes(ForkingPickler.dumps(Work(maker.tokenizer, maker.vocab_size, maker.max_length, list(sources))))
     processes, connections = _started(workers)
     idle: SimpleQueue[Connection] = SimpleQueue()
     waiting: deque[tuple[Chunk, Future[Done]]] = deque()
