@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import safe_open
 
 from protocol.cursor import Cursor
 from protocol.dataset import TokenDataset
 from protocol.job import read_job
+
+_PERCENTILES = (50, 90, 99)
 
 
 def export_facts(run_dir: Path, cursor: Cursor) -> dict[str, Any]:
@@ -30,5 +33,23 @@ def export_facts(run_dir: Path, cursor: Cursor) -> dict[str, Any]:
         "samples_trained": cursor.samples_trained,
         "tokens_trained": cursor.tokens_trained,
         "dataset_fingerprint": dataset.fingerprint,
+        "tokenizer_fingerprint": dataset.meta.get("settings", {}).get("tokenizer"),
+        **data_facts(dataset),
+    }
+
+
+def data_facts(dataset: TokenDataset) -> dict[str, Any]:
+    """What a drafter was trained on, as far as it tells where it will be good: lengths in tokens, and the shares of
+    rows with reasoning and with tool calls (None where the data does not say)."""
+    report = dataset.meta.get("report", {})
+    kept = report.get("kept", 0)
+    shares = {name: report[name] / kept if kept and name in report else None
+              for name in ("with_reasoning", "with_tool_calls")}  # fmt: skip
+    percentiles = np.percentile(dataset.lengths, _PERCENTILES).round().astype(int).tolist()
+    return {
         "longest_sample_tokens": int(dataset.lengths.max()),
+        **{f"sample_tokens_p{percent}": tokens for percent, tokens in zip(_PERCENTILES, percentiles, strict=True)},
+        "max_length": dataset.meta.get("max_length"),
+        "rows_with_reasoning": shares["with_reasoning"],
+        "rows_with_tool_calls": shares["with_tool_calls"],
     }

@@ -12,16 +12,22 @@ from protocol.errors import RequestError
 
 
 def evaluate(name: str) -> tuple[dict[str, Any], list[str]]:
-    """Acceptance length of a checkpoint, as a report and as lines."""
+    """Acceptance length of a checkpoint, in all and by length and thinking, as a report and as lines."""
+    from consumer.acceptance_parts import parts, row_facts, show_parts
     from consumer.walk import acceptance_row
 
     run_dir, checkpoint = find_checkpoint(name)
     found = measured(Subject(checkpoint, run_dir))
-    report = acceptance_row(found) | {
-        "lengths": [list(lengths) for lengths in found.lengths],
-        "checkpoint": str(checkpoint),
-        "definition": found.definition,
-    }
+    divided = parts(found, *row_facts(run_dir / "eval.safetensors"))
+    report = (
+        acceptance_row(found)
+        | divided
+        | {
+            "lengths": [list(lengths) for lengths in found.lengths],
+            "checkpoint": str(checkpoint),
+            "definition": found.definition,
+        }
+    )
     low, high = found.interval
     positions = " ".join(f"{share:.3f}" for share in found.per_position)
     lines = [
@@ -29,6 +35,7 @@ def evaluate(name: str) -> tuple[dict[str, Any], list[str]]:
         f"acceptance length {found.mean:.3f} (95 % interval {low:.3f} to {high:.3f}), "
         f"token-weighted {found.token_weighted:.3f}, {found.prompts} prompts, {found.tokens} tokens",
         f"accepted at least k drafts, k = 1, 2, ...: {positions}",
+        *show_parts(divided),
         f"acceptance length: {found.definition}",
     ]
     return report, lines

@@ -8,7 +8,7 @@ drafter's step 0.72 to 0.77. Checkpoints, evaluations and the start of a run are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -26,11 +26,12 @@ CONSUMER_SHARE = 0.74
 
 class Hours(msgspec.Struct, frozen=True):
     """Of the whole run: what each side needs alone, and what the slower side, or both in turn on shared GPUs, makes of
-    it."""
+    it. `source`: a table of cards, or what `draftwire tune` measured here (launch/measured_hours.py)."""
 
     producer: float
     consumer: float
     total: float
+    source: Literal["cards", "measured"] = "cards"
 
 
 def forward_flop(
@@ -69,7 +70,8 @@ def hours(
     trained = drafter_flop(msgspec.to_builtins(shape), corpus.tokens, used, corpus.mean_context)
     consumer = trained / (rates[1] * CONSUMER_SHARE)
     total = producer + consumer if shared else max(producer, consumer)
-    return Hours(*(passes * seconds / 3600 for seconds in (producer, consumer, total)))
+    producer, consumer, total = (passes * seconds / 3600 for seconds in (producer, consumer, total))
+    return Hours(producer, consumer, total)
 
 
 def by_split(

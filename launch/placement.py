@@ -111,7 +111,7 @@ def _placed(config: GpusConfig, gpus: int, tensor_parallel: int) -> Placement:
     )
 
 
-def split_of(placement: Placement) -> str:
+def split_text(placement: Placement) -> str:
     """A placement as gpus.split has it."""
     if set(placement.producers) & set(placement.consumers) - {"cpu"}:
         return "shared"

@@ -14,7 +14,9 @@ from launch.config import Config
 from launch.corpus import Corpus, Drawn, counted, estimated, given
 from launch.fitting import fitted, measured_target
 from launch.forecast import hours_by_split, hours_of
-from launch.placement import GpusConfig, split_of
+from launch.kept import kept, split_to_use
+from launch.measured_hours import measured_by_split, measured_hours
+from launch.placement import GpusConfig, split_text
 from launch.reckoned import undecided
 from launch.site import anywhere, roles, site_of
 from launch.start import Outline, dataset_folder, make_plan
@@ -45,6 +47,10 @@ def plan_run(config: Config, request: Request, say: Say) -> dict[str, Any]:
     facts = read_target_facts(folder)
     if request.samples is not None and site.here and not site.gpus:
         site = anywhere(config.gpus)  # asked about a target, not about a machine without GPUs
+    measured = kept(config, site.gpus) if site.here else None
+    if measured is not None:
+        split = split_to_use(config, site.gpus, Path(config.run.dir) / config.run.name, say)
+        config = msgspec.structs.replace(config, gpus=split)
     target = measured_target(config, folder, facts)
     plan = fitted(config, target, site)
     dataset, corpus = _corpus(config, request, folder, facts, say)
@@ -59,7 +65,10 @@ def plan_run(config: Config, request: Request, say: Say) -> dict[str, Any]:
     costs = bill_of(corpus, found.width, itemsize, train.batch_tokens, train.epochs, train.max_steps, steps)
     checkpoints = checkpoints_disk_bytes(found.checkpoint_bytes, train.keep_checkpoints)
     passes = min(train.epochs, costs.steps / about_steps(corpus, train.batch_tokens, 1, None))
-    spent = hours_of(config, found, plan.site.gpus, folder, corpus, passes)
+    if measured is not None and (spent := measured_hours(measured, found.placement, corpus, passes)) is not None:
+        splits = measured_by_split(measured, len(plan.site.gpus), config.target.tensor_parallel, corpus)
+    else:
+        spent = hours_of(config, found, plan.site.gpus, folder, corpus, passes)
     return {
         "basis": corpus.basis,
         "samples": corpus.samples,
@@ -87,7 +96,7 @@ def plan_run(config: Config, request: Request, say: Say) -> dict[str, Any]:
         "checkpoints_disk_bytes": checkpoints,
         "devices": roles(found, plan.site.gpus),
         "hours": msgspec.to_builtins(spent),
-        "split": split_of(found.placement),
+        "split": split_text(found.placement),
         "splits": {split: passes * hours for split, hours in splits.items()},
         "cache": _cache(config, found, dataset, corpus, None if spent is None else spent.producer / passes),
         "notes": plan.notes,

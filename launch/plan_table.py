@@ -8,6 +8,7 @@ from typing import Any
 from protocol.units import show_bytes, show_seconds
 
 SHOWN_SPLITS = 3
+_SOURCES = {"cards": "an estimate from a table of cards", "measured": "from what draftwire tune measured here"}
 _BASIS = {"prepared": "", "estimate": " (from a random sample)", "given": " (as told)"}
 
 
@@ -100,11 +101,11 @@ def _device(row: Mapping[str, Any]) -> str:
     return f"{needs} at most{free} ({row['name']})"
 
 
-def _time(hours: Mapping[str, float] | None) -> str:
+def _time(hours: Mapping[str, Any] | None) -> str:
     if hours is None:
-        return "no estimate for this machine and target"
+        return "no estimate for this machine and target; `draftwire tune` measures it"
     total, producer, consumer = (show_seconds(3600 * hours[key]) for key in ("total", "producer", "consumer"))
-    return f"about {total}, an estimate: producers alone {producer}, consumers alone {consumer}"
+    return f"about {total}, {_SOURCES[hours['source']]}: producers alone {producer}, consumers alone {consumer}"
 
 
 def _splits(chosen: str, hours: Mapping[str, float]) -> str:

@@ -57,6 +57,11 @@ class Conversation:
         """Whether any answer carries reasoning."""
         return any("reasoning_content" in message for message in self.messages)
 
+    @property
+    def calls(self) -> bool:
+        """Whether any answer calls a tool."""
+        return any("tool_calls" in message for message in self.messages)
+
     def prompt(self) -> Conversation:
         """What the target was asked: the conversation without its last turn when that is the assistant's.
 

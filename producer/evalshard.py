@@ -4,7 +4,7 @@ With it acceptance length is measured by consumers alone. A row is prompt + answ
 right-padded prefill, never from decoding.
 
 Tensors: `token_ids` int32 `[T]`, `offsets` int64 `[n + 1]`, `prompt_lengths` int32 `[n]`, `features`
-`[T, taps x H]`. Metadata: `taps` and `prompt_ids` (JSON lists), `fingerprint`, `max_new_tokens`.
+`[T, taps x H]`. Metadata: `taps`, `prompt_ids` and `thinking` (JSON lists), `fingerprint`, `max_new_tokens`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,10 +41,18 @@ _BATCH_ROWS = 8
 Prompts = list[NDArray[np.int32]]
 
 
+class HeldOut(NamedTuple):
+    """Prompts, token ids int32 `[P]` each, and how each was asked: with thinking "on" or "off", or "" where the
+    template knows no such switch."""
+
+    prompts: Prompts
+    thinking: list[str]
+
+
 def held_out_prompts(
     data: DataConfig, maker: SampleMaker, prompts: int, say: Callable[[str], None] | None = None
-) -> Prompts:
-    """Up to `prompts` prompts of `data.eval`, token ids int32 `[P]` each, none of which training has seen.
+) -> HeldOut:
+    """Up to `prompts` prompts of `data.eval`, none of which training has seen.
 
     Raises RequestError when sources are configured but no prompt is left.
     """
@@ -66,7 +75,8 @@ def held_out_prompts(
         say(describe(len(items), checked, skips))
     if not checked.kept:
         raise RequestError(f"data.eval: no held-out prompt is left: {describe(len(items), checked, skips)}")
-    return [ids[checked.kept[place]] for place in choose(len(checked.kept), prompts, _CHOICE_KEY)]
+    chosen = [checked.kept[place] for place in choose(len(checked.kept), prompts, _CHOICE_KEY)]
+    return HeldOut([ids[place] for place in chosen], [maker.thinking(items[place]) for place in chosen])
 
 
 def describe(read: int, checked: Deduplicated, skips: Skips) -> str:
@@ -94,7 +104,7 @@ def write_eval_shard(
     path: Path,
     target: Target,
     tap_ids: Sequence[int],
-    prompts: Prompts,
+    held_out: HeldOut,
     *,
     stop_ids: frozenset[int],
     max_new_tokens: int,
@@ -111,10 +121,12 @@ def write_eval_shard(
         if say is not None:
             say(f"evaluation answers: {done} of {total}")
 
+    prompts = held_out.prompts
     if say is not None:
         say(f"the target answers {len(prompts)} held-out prompts, each with {max_new_tokens} tokens at most")
     answers = greedy_answers(target, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids, progress=progress)
-    pairs = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
+    usable = [place for place, answer in enumerate(answers) if len(answer) > 1]
+    pairs = [(prompts[place], answers[place]) for place in usable]
     if not pairs:
         raise RequestError("data.eval: the target answers every held-out prompt with a single token; use other prompts")
     rows = [np.concatenate((prompt, np.asarray(answer, dtype=np.int32))) for prompt, answer in pairs]
@@ -138,6 +150,7 @@ def write_eval_shard(
     metadata = {
         "taps": json.dumps(list(tap_ids)),
         "prompt_ids": json.dumps(names),
+        "thinking": json.dumps([held_out.thinking[place] for place in usable]),
         "fingerprint": fingerprint,
         "max_new_tokens": str(max_new_tokens),
     }

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import codecs
 import glob
-import gzip
 import hashlib
-import importlib
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
 from producer.config import HUB
+from producer.meter import Meter
 from producer.rows import Payload, Row, row_of
-from producer.tables import hub_fingerprint, hub_rows, missing_package, parquet_rows
+from producer.tables import hub_bytes, hub_fingerprint, hub_rows, parquet_rows
+from producer.unpacked import PIECE_BYTES, unpacked
 from protocol.errors import RequestError
 
 _TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _PACKED = (".gz", ".zst")
 _DATA_SUFFIXES = (*_TEXT_SUFFIXES, *(kind + packed for kind in _TEXT_SUFFIXES for packed in _PACKED), ".parquet")
-_PIECE_CHARS = 1 << 20
 _GLOB = frozenset("*?[")
 
 
@@ -48,17 +48,24 @@ def source_files(path: str) -> list[Path]:
     return [whole]
 
 
-def read_source(path: str) -> Iterator[tuple[Path, int, Payload]]:
-    """Every row of a source in order: file, row number (1-based) and what stands there, unread.
+def source_bytes(path: str) -> int:
+    """How large a source is where it lies. Raises RequestError when there is none."""
+    if path.startswith(HUB):
+        return hub_bytes(path)
+    return sum(file.stat().st_size for file in source_files(path) if file.exists())
+
+
+def read_source(path: str, meter: Meter | None = None) -> Iterator[tuple[Path, int, Payload]]:
+    """Every row of a source in order: file, row number (1-based) and what stands there, unread; `meter` sees it pass.
 
     Raises RequestError, naming file and row, for what cannot be opened or breaks off.
     """
     if path.startswith(HUB):
-        for number, value in enumerate(hub_rows(path), start=1):
+        for number, value in enumerate(hub_rows(path, meter), start=1):
             yield Path(path), number, value
         return
     for file in source_files(path):
-        for number, payload in read_file(file):
+        for number, payload in read_file(file, meter):
             yield file, number, payload
 
 
@@ -67,16 +74,20 @@ def read_rows(path: Path) -> Iterator[Row]:
     return (row_of(path, number, payload) for number, payload in read_file(path))
 
 
-def read_file(path: Path) -> Iterator[tuple[int, Payload]]:
+def read_file(path: Path, meter: Meter | None = None) -> Iterator[tuple[int, Payload]]:
     """Row number and content of every row of one file. A byte order mark, CRLF endings and blank lines are no fault;
     a blank line is no row, but it is counted as a line."""
     number = 0
     try:
         if path.name.endswith(".parquet"):
-            for number, value in enumerate(parquet_rows(path), start=1):
+            for number, value in enumerate(parquet_rows(path, meter), start=1):
                 yield number, value
             return
-        with _opened(path) as stream:
+        with (
+            path.open("rb", buffering=0) as raw,
+            unpacked(path, raw) as stream,
+            (meter or Meter()).passing(path.stat().st_size, raw.tell),
+        ):
             for number, payload in _array(stream, path) if _is_array(path, stream) else _lines(stream):
                 yield number, payload
     except FileNotFoundError as error:
@@ -107,32 +118,11 @@ def _file_digest(file: Path) -> str:
         raise RequestError(f"[data] {file}: cannot be read: {error.strerror}") from None
 
 
-def _opened(path: Path) -> IO[bytes]:
-    if path.name.endswith(".gz"):
-        return gzip.open(path, "rb")  # type: ignore[return-value]  # a GzipFile, which reads like any file
-    if path.name.endswith(".zst"):
-        return _zstd()(path)
-    return path.open("rb")
-
-
-def _zstd() -> Callable[[Path], IO[bytes]]:
-    """How to open a zstd file: the standard library's since Python 3.14, else the package `zstandard`."""
-    for module in ("compression.zstd", "zstandard"):
-        try:
-            opener: Any = importlib.import_module(module).open
-        except ImportError:
-            continue
-        return lambda path: opener(path, "rb")
-    raise missing_package("zstandard", "a file packed with zstd")
-
-
-def _is_array(path: Path, stream: IO[bytes]) -> bool:
-    """Whether a .json file is one array; one that is not is taken line by line. The stream is at its start again."""
+def _is_array(path: Path, stream: BufferedReader) -> bool:
+    """Whether a .json file is one array; one that is not is taken line by line."""
     if not path.name.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
         return False
-    first = stream.read(_PIECE_CHARS).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    stream.seek(0)
-    return first == b"["
+    return stream.peek(PIECE_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
 def _lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -176,7 +166,7 @@ def _longer(text: str, pieces: Iterator[str]) -> str:
 def _decoded(stream: IO[bytes], path: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     try:
-        while raw := stream.read(_PIECE_CHARS):
+        while raw := stream.read(PIECE_BYTES):
             if piece := decoder.decode(raw):
                 yield piece
         decoder.decode(b"", final=True)

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from producer.borders import Borders
 from producer.turns import Draft, Span
 
 MERGED = "answer's first token would reach into its prompt"
@@ -63,38 +63,29 @@ class Masker:
         return Tokenised(ids, mask)
 
     def _masked(self, draft: Draft, encoding: Any) -> Tokenised:
-        ids = np.fromiter(encoding.ids, dtype=np.int32, count=len(encoding))
-        bounds = np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int64, count=2 * len(ids)).reshape(-1, 2)
-        starts, ends = bounds[:, 0], bounds[:, 1]
+        ids = np.asarray(encoding.ids, dtype=np.int32)
         mask = np.zeros(len(ids), dtype=np.uint8)
         left_out: Counter[str] = Counter()
-        added = np.flatnonzero(self._is_added[ids])
+        added = self._is_added[ids].nonzero()[0]
+        borders = Borders(encoding, len(ids))
         for span in draft.spans:
-            # Offsets ascend. Byte-level tokenizers trim blanks off them, so a token of blanks has no width.
-            first, last = np.searchsorted(ends, (span.start, span.end), side="right")
-            inside = slice(int(first), int(last))
-            whole = (starts[inside] >= span.start) | (starts[inside] == ends[inside])
-            if not len(whole):
+            first, last = borders.inside(span.start, span.end)
+            if first >= last:
                 continue
-            if span.asked and not (whole[0] and self._as_asked(draft.text, ids, starts, added, int(first), span)):
+            merged = borders.start(first) < span.start
+            if span.asked and (merged or not self._as_asked(draft.text, ids, borders, added, first, span)):
                 left_out[MERGED] += 1
                 continue
-            mask[inside] = whole
+            mask[first + merged : last] = 1
         return Tokenised(ids, mask, left_out=left_out)
 
     def _as_asked(
-        self,
-        text: str,
-        ids: NDArray[np.int32],
-        starts: NDArray[np.int64],
-        added: NDArray[np.int64],
-        first: int,
-        span: Span,
+        self, text: str, ids: NDArray[np.int32], borders: Borders, added: NDArray[np.int64], first: int, span: Span
     ) -> bool:
         """Whether the tokens before an answer are those of its prompt alone."""
-        before = int(np.searchsorted(added, first))
+        before = int(added.searchsorted(first))
         begin = int(added[before - 1]) if before else 0
-        tail = text[int(starts[begin]) if before else 0 : span.start]
+        tail = text[borders.start(begin) if before else 0 : span.start]
         expected = self._known.get(tail)
         if expected is None:
             expected = self._backend.encode(tail, add_special_tokens=False).ids

@@ -32,6 +32,7 @@ class PrepareReport(msgspec.Struct, kw_only=True):
     `rows` = `kept` + those `skipped` by reason + `unused` (left out by a weight). `examples` holds a few `file:line`
     places per skip reason. `left_out` counts answers inside kept rows that are not learned, by reason. `cut_tokens`
     and `cut_supervised_tokens` lay behind `max_length`. `lengths` counts samples by length, keys are upper bounds.
+    `with_reasoning` and `with_tool_calls` count kept rows; of rows of token ids nothing is known.
     """
 
     rows: int = 0
@@ -40,6 +41,8 @@ class PrepareReport(msgspec.Struct, kw_only=True):
     skipped: dict[str, int] = {}
     examples: dict[str, list[str]] = {}
     left_out: dict[str, int] = {}
+    with_reasoning: int = 0
+    with_tool_calls: int = 0
     samples: int = 0
     truncated: int = 0
     tokens: int = 0
@@ -80,6 +83,8 @@ def describe(report: PrepareReport) -> list[str]:
         f"{report.rows:,} rows: {report.kept:,} kept, {sum(report.skipped.values()):,} skipped{unused}; "
         f"{report.samples:,} samples"
     )
+    if report.with_reasoning or report.with_tool_calls:
+        lines.append(f"{report.with_reasoning:,} rows with reasoning, {report.with_tool_calls:,} with tool calls")
     share = 100 * report.supervised_tokens / max(report.tokens, 1)
     lines.append(f"{report.tokens:,} tokens, {report.supervised_tokens:,} supervised ({share:.1f} %)")
     whole = report.supervised_tokens + report.cut_supervised_tokens

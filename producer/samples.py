@@ -19,7 +19,7 @@ from producer.inputs import read_source
 from producer.masks import Masker, Tokenised
 from producer.rows import Row, SkipRow, row_of
 from producer.tagged import Shows
-from producer.template import Template
+from producer.template import Template, encodable
 from producer.turns import Drafts, drafts_of
 from protocol.dataset import eligible_anchors
 
@@ -80,7 +80,7 @@ class SampleMaker:
             text = row.value.get("text")
             if not isinstance(text, str):
                 raise SkipRow("text is not text", f"it is a {type(text).__name__}")
-            return Item(row, source, None, self._masker.document(text), kind)
+            return Item(row, source, None, self._masker.document(encodable(text)), kind)
         if self._shows is None:
             self._shows = self.template("keep")[0].shows()
         conversation = conversation_of(row.value, kind, self._shows)
@@ -169,6 +169,13 @@ class SampleMaker:
             template = Template(self.tokenizer, thinking)
             self._templates[thinking] = (template, Fidelity(template))
         return self._templates[thinking]
+
+    def thinking(self, item: Item) -> str:
+        """How an item asks: with thinking "on" or "off"; "" where nobody can tell: token ids, documents, and templates
+        without a switch."""
+        if item.conversation is None or not self.template("keep")[0].has_switch():
+            return ""
+        return "off" if _switch(item) == "off" else "on"
 
     def _given_tokens(self, row: dict[str, Any]) -> Tokenised:
         made_for = row.get("tokenizer")

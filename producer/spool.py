@@ -1,8 +1,8 @@
 """Where `prepare` puts what it has tokenised until the dataset is complete, so that interrupted work goes on.
 
-`NAME.work/` beside the dataset `NAME` holds `tokens.bin` int32, `mask.bin` uint8, `samples.bin` int64 `[n, 4]` (length,
-file, row, count of the row), and `state.json`, which says how much of them is good and what was counted so far.
-Samples lie here uncut when the length limit is not known yet.
+`NAME.work/` beside the dataset `NAME` holds `tokens.bin` int32, `mask.bin` uint8, `samples.bin` int64 `[n, 5]` (length,
+file, row, count of the row, eligible anchors), and `state.json`, which says how much of them is good and what was
+counted so far. Samples lie here uncut when the length limit is not known yet.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 _NAMES = ("tokens.bin", "mask.bin", "samples.bin")
-SAMPLE_COLUMNS = 4  # length, file, row, count of the row over all data
+SAMPLE_COLUMNS = 5  # length, file, row, count of the row over all data, eligible anchors
+_PIECE_TOKENS = 1 << 20
 
 
 class Spool:
@@ -54,7 +55,7 @@ class Spool:
         return sizes
 
     def append(self, tokens: NDArray[np.int32], mask: NDArray[np.uint8], samples: NDArray[np.int64]) -> None:
-        """Adds samples: tokens and mask `[T]` of all of them, `samples` `[n, 4]`."""
+        """Adds samples: tokens and mask `[T]` of all of them, `samples` `[n, 5]`."""
         for stream, values in zip(self._files, (tokens, mask, samples), strict=True):
             stream.write(np.ascontiguousarray(values).tobytes())
 
@@ -68,17 +69,29 @@ class Spool:
         part.write_text(json.dumps(record))
         part.replace(self.folder / "state.json")
 
-    def read(self) -> tuple[NDArray[np.int32], NDArray[np.uint8], NDArray[np.int64]]:
-        """What was appended, memory-mapped: tokens `[T]`, mask `[T]`, samples `[n, 4]`."""
+    def table(self) -> NDArray[np.int64]:
+        """The rows of `samples.bin`, `[n, 5]`."""
+        self._files[-1].flush()
+        return np.fromfile(self.folder / _NAMES[-1], np.int64).reshape(-1, SAMPLE_COLUMNS)
+
+    def pieces(self, lengths: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int32], NDArray[np.uint8], slice]]:
+        """Tokens `[T]` and mask `[T]` of some samples after the other, and which of `lengths` these are: a million
+        tokens at a time, so that memory does not grow with the data."""
         for stream in self._files:
             stream.flush()
-        tokens, mask, samples = (
-            np.memmap(self.folder / name, dtype, mode="r")
-            if (self.folder / name).stat().st_size
-            else np.empty(0, dtype)
-            for name, dtype in zip(_NAMES, (np.int32, np.uint8, np.int64), strict=True)
-        )
-        return tokens, mask, samples.reshape(-1, SAMPLE_COLUMNS)
+        ends = np.cumsum(lengths)
+        first, done = 0, 0
+        with (self.folder / _NAMES[0]).open("rb") as tokens, (self.folder / _NAMES[1]).open("rb") as mask:
+            while first < len(ends):
+                last = max(int(ends.searchsorted(done + _PIECE_TOKENS, side="right")), first + 1)
+                count = int(ends[last - 1]) - done
+                yield np.fromfile(tokens, np.int32, count), np.fromfile(mask, np.uint8, count), slice(first, last)
+                first, done = last, done + count
+
+    @property
+    def files(self) -> tuple[Path, Path]:
+        """Tokens and mask of all samples."""
+        return self.folder / _NAMES[0], self.folder / _NAMES[1]
 
     def close(self) -> None:
         """Leaves the folder as it is."""
@@ -89,16 +102,6 @@ class Spool:
         """Closes and deletes the folder: the work is done, or cannot be."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def samples_of(
-    tokens: NDArray[Any], mask: NDArray[np.uint8], lengths: NDArray[np.int64]
-) -> Iterator[tuple[NDArray[Any], NDArray[np.uint8]]]:
-    """The samples one after the other, as views."""
-    start = 0
-    for length in lengths.tolist():
-        yield tokens[start : start + length], mask[start : start + length]
-        start += length
 
 
 @contextmanager

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 
 from producer.chunks import Chunk, Done, chunks_of
 from producer.config import DataConfig
+from producer.inputs import source_bytes
+from producer.meter import Meter, Pace
 from producer.pool import tokenised
 from producer.preparing import PrepareReport, add, new_report
 from producer.rows import Skips
 from producer.samples import SampleMaker
-from producer.spool import Spool
+from producer.spool import SAMPLE_COLUMNS, Spool
 
 SAY_EVERY_S = 5.0
 SAVE_EVERY_S = 20.0
@@ -37,17 +39,18 @@ def spool_rows(
         say(f"prepare: going on behind {report.rows:,} rows that an interrupted attempt has done")
     skips = Skips(data.strict)
     skips.counts, skips.examples = report.skipped, report.examples
-    started = said = saved = time.monotonic()
-    before = report.tokens
-    rest = (chunk for place, chunk in enumerate(chunks_of(data.train)) if place >= begun)
+    said = saved = time.monotonic()
+    meter = Meter(sum(source_bytes(source.path) for source in data.train))
+    pace = Pace(report, meter.total_bytes, data.max_samples)
+    rest = (chunk for place, chunk in enumerate(chunks_of(data.train, meter)) if place >= begun)
     for count, (chunk, done) in enumerate(tokenised(rest, maker, data.train, workers), start=begun + 1):
         if files[-1:] != [chunk.path]:
             files.append(chunk.path)
         full = _add(chunk, done, report, skips, spool, len(files) - 1, data.max_samples)
         now = time.monotonic()
         if now - said >= SAY_EVERY_S:
-            rate, said = (report.tokens - before) / (now - started), now
-            say(f"prepare: {report.rows:,} rows, {report.kept:,} kept, {report.tokens:,} tokens, {rate:,.0f} tokens/s")
+            said = now
+            say(pace.line(report, chunk.at))
         if full:
             break
         if now - saved >= SAVE_EVERY_S:
@@ -78,6 +81,8 @@ def _add(
             continue
         report.kept += 1
         source.kept += 1
+        report.with_reasoning += done.reasons[place]
+        report.with_tool_calls += done.calls[place]
         for reason, count in done.left_out.get(place, {}).items():
             add(report.left_out, reason, count)
         samples = [*range(int(firsts[place]), int(firsts[place + 1]))] * copies
@@ -87,9 +92,9 @@ def _add(
         rows += [(number, report.rows)] * len(samples)
     picked = np.asarray(taken, dtype=np.int64)
     tokens, mask = _picked(done, picked)
-    table = np.empty((len(picked), 4), dtype=np.int64)
-    table[:, 0], table[:, 1] = done.lengths[picked], file
-    table[:, 2:] = np.asarray(rows, dtype=np.int64).reshape(-1, 2)
+    table = np.empty((len(picked), SAMPLE_COLUMNS), dtype=np.int64)
+    table[:, 0], table[:, 1], table[:, 4] = done.lengths[picked], file, done.eligible[picked]
+    table[:, 2:4] = np.asarray(rows, dtype=np.int64).reshape(-1, 2)
     spool.append(tokens, mask, table)
     for counted in (report, source):
         counted.samples += len(picked)
@@ -102,7 +107,7 @@ def _add(
 
 def _picked(done: Done, picked: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
     """Tokens and mask of some samples of a chunk, one behind the other."""
-    if np.array_equal(picked, np.arange(len(done.lengths))):
+    if len(picked) == len(done.lengths) and (np.diff(picked, prepend=-1) == 1).all():
         return done.tokens, done.mask
     ends = np.cumsum(done.lengths)
     pieces = [slice(int(ends[at] - done.lengths[at]), int(ends[at])) for at in picked]

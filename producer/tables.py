@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from producer.config import HUB
+from producer.meter import Meter
 from protocol.errors import RequestError
 
 _BATCH_ROWS = 1024
@@ -18,22 +19,36 @@ def missing_package(package: str, needed_for: str) -> RequestError:
     return RequestError(f"[data] {needed_for} needs the package {package}: pip install {package}")
 
 
-def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+def parquet_rows(path: Path, meter: Meter | None = None) -> Iterator[dict[str, Any]]:
     """The rows of a Parquet file, a batch at a time. Raises RequestError without pyarrow, or for no such file."""
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise missing_package("pyarrow", f"{path}: a Parquet file") from None
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=_BATCH_ROWS):
-            yield from batch.to_pylist()
+        file, passed = parquet.ParquetFile(path), 0
+        size, rows = path.stat().st_size, max(file.metadata.num_rows, 1)
+        with (meter or Meter()).passing(size, lambda: size * passed // rows):
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                passed += batch.num_rows
+                yield from batch.to_pylist()
     except (ValueError, TypeError) as error:  # pyarrow's own errors are subclasses of these and of OSError
         raise RequestError(f"[data] {path}: not a Parquet file that can be read: {error}") from None
 
 
-def hub_rows(path: str) -> Iterator[dict[str, Any]]:
+def hub_rows(path: str, meter: Meter | None = None) -> Iterator[dict[str, Any]]:
     """The rows of "hub:NAME" or "hub:NAME:SPLIT" (train when not said), in the data set's order."""
-    yield from _hub(path)
+    found, passed = _hub(path), 0
+    size, rows = int(found.data.nbytes), max(len(found), 1)
+    with (meter or Meter()).passing(size, lambda: size * passed // rows):
+        for row in found:
+            passed += 1
+            yield row
+
+
+def hub_bytes(path: str) -> int:
+    """What the rows of a hub data set take in the hub's own cache."""
+    return int(_hub(path).data.nbytes)
 
 
 def hub_fingerprint(path: str) -> str:

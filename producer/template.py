@@ -72,6 +72,14 @@ class Template:
         self._compiled = self._compile()
         self._off_supplies = self._supplied_when_off() if thinking == "keep" else None
 
+    def has_switch(self) -> bool:
+        """Whether the generation prompt is another one when thinking is off."""
+        question = [{"role": "user", "content": "q"}]
+        try:
+            return self.render(question, ask=True, options={}) != self.render(question, ask=True, options=_THINKING_OFF)
+        except SkipRow:
+            return False
+
     def shows(self) -> Shows:
         """Which parts of a conversation this template has a place for, found by trying."""
         call = {"type": "function", "function": {"name": SENTINEL, "arguments": {}}}
@@ -145,12 +153,12 @@ class Template:
         options: dict[str, Any] | None = None,
     ) -> str:
         """The conversation as text; with `ask` the generation prompt follows. Raises SkipRow when the template
-        refuses it (a system role it does not know, an order it does not allow)."""
+        refuses it (a system role it does not know, an order it does not allow), or when it is no text (`encodable`)."""
         options = self._options if options is None else options
         try:
             if self._compiled is not None and not any("reasoning_content" in message for message in messages):
-                return self._directly(messages, tools, ask, options)
-            return self._by_the_library(messages, tools, ask, options)
+                return encodable(self._directly(messages, tools, ask, options))
+            return encodable(self._by_the_library(messages, tools, ask, options))
         except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
             raise SkipRow("template refuses the conversation", (str(error).splitlines() or ["?"])[0]) from None
 
@@ -221,6 +229,15 @@ class Template:
         if not reasoning or not ((content and closed) or inside):
             return plain
         return {"role": "assistant", "content": content, "reasoning_content": reasoning}
+
+
+def encodable(text: str) -> str:
+    """`text` itself. Raises SkipRow for half a surrogate pair, which JSON can write and no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SkipRow("half a surrogate pair in the text", f"character {error.start}") from None
+    return text
 
 
 def _outcome(way: Callable[..., str], messages: list[Message], ask: bool) -> str | None:

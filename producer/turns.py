@@ -15,7 +15,7 @@ answer behind it.
 Learned are an answer's characters from the end of its generation prompt to its end token: reasoning and tool calls
 count, an empty reasoning block that the prompt supplies does not, nor does white space behind the end token. Borders
 come from renders of beginnings of the conversation, text is never searched for, so answers may repeat and content may
-quote the template's marks. A template with `{% generation %}` marks is asked for them where its prompts do not fit.
+quote the template's marks. A template with `{% generation %}` marks is asked for them where no prompt fits.
 
 A conversation whose last answer was cut by a token limit ends with that answer's text: what the template writes behind
 it, the end token first of all, was never said.
@@ -75,11 +75,11 @@ def drafts_of(template: Template, conversation: Conversation, turns: Turns = "au
                 found.texts.append(draft)
                 break
         else:
-            learned = open_turns[-1:]
-            alone = _alone(template, conversation, learned[0])
-            if alone is not None:
-                found.texts.append(alone)
+            draft, learned = _otherwise(template, conversation, open_turns[-1:] if turns == "each" else open_turns)
+            if open_turns[-1] in learned:
+                found.texts.append(draft)
             else:
+                learned = open_turns[-1:]
                 found.left_out.append(SkipRow(NO_PROMPT, f"turn {learned[0]}"))
         open_turns = [turn for turn in open_turns if turn not in learned]
         end = open_turns[-1] + 1 if open_turns else 0
@@ -89,21 +89,38 @@ def drafts_of(template: Template, conversation: Conversation, turns: Turns = "au
     return found
 
 
-def _draft(template: Template, conversation: Conversation, until: int, wanted: list[int]) -> tuple[Draft, list[int]]:
-    """The text of the first `until` turns and which of the `wanted` answers are learned in it."""
+def _otherwise(template: Template, conversation: Conversation, wanted: list[int]) -> tuple[Draft, list[int]]:
+    """The same for a text up to the last of the `wanted` answers, which does not begin with that one's prompt: the
+    prompt with the answer behind it, or what the template's own marks say."""
+    alone = _alone(template, conversation, wanted[-1])
+    if alone is not None:
+        return alone, wanted[-1:]
+    return _draft(template, conversation, wanted[-1] + 1, wanted, marks=True)
+
+
+def _draft(
+    template: Template, conversation: Conversation, until: int, wanted: list[int], marks: bool = False
+) -> tuple[Draft, list[int]]:
+    """The text of the first `until` turns and which of the `wanted` answers are learned in it: those that follow their
+    prompt there, or those that the template marks."""
     part = Conversation(conversation.messages[:until], conversation.tools)
     text = template.render(part.messages, part.tools)
-    spans = {turn: span for turn in wanted if (span := _span(template, part, turn, text)) is not None}
-    if not spans and template.marked:
-        marks = template.marked_spans(part)
-        answers = [place for place, message in enumerate(part.messages) if message["role"] == "assistant"]
-        if len(marks) == len(answers):
-            both = zip(answers, marks, strict=True)
-            spans = {turn: Span(*mark, asked=False) for turn, mark in both if turn in wanted}
+    if marks:
+        spans = _marked(template, part, wanted)
+    else:
+        spans = {turn: span for turn in wanted if (span := _span(template, part, turn, text)) is not None}
     if until - 1 in spans and _is_cut(conversation, until - 1):
         text = text[: _text_end(template, part, text)]
         spans[until - 1] = Span(spans[until - 1].start, len(text), spans[until - 1].asked)
     return Draft(text, [spans[turn] for turn in sorted(spans)]), sorted(spans)
+
+
+def _marked(template: Template, part: Conversation, wanted: list[int]) -> dict[int, Span]:
+    marks = template.marked_spans(part) if template.marked else []
+    answers = [place for place, message in enumerate(part.messages) if message["role"] == "assistant"]
+    if len(marks) != len(answers):
+        return {}
+    return {turn: Span(*mark, asked=False) for turn, mark in zip(answers, marks, strict=True) if turn in wanted}
 
 
 def _alone(template: Template, conversation: Conversation, turn: int) -> Draft | None:

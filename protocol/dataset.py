@@ -18,7 +18,8 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ Sample = tuple[NDArray[np.int32], NDArray[np.uint8]]
 def eligible_anchors(mask: NDArray[np.uint8]) -> int:
     """How many positions of a loss mask `[L]` can be anchors: the token and its successor are supervised."""
     return int(np.count_nonzero(mask[:-1] & mask[1:]))
+
+
+def eligible_of(mask: NDArray[np.uint8], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The same for each of several samples, one behind the other in `mask` `[T]`; none of `lengths` `[n]` is 0."""
+    ends = np.cumsum(lengths)
+    pairs = np.zeros(len(mask), dtype=np.int64)
+    pairs[:-1] = mask[:-1] & mask[1:]
+    pairs[ends - 1] = 0  # what comes behind a sample's last token is another sample's
+    return np.add.reduceat(pairs, ends - lengths) if len(ends) else pairs
 
 
 class TokenDataset:
@@ -95,13 +105,9 @@ def write_dataset(
     complete or not at all: everything is written beside it and renamed, and a reader of an older version keeps its
     mapped files.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    part = folder.with_name(f"{folder.name}.part-{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
     offsets, supervised = array("q", [0]), 0
     anchors = array("i")
-    try:
+    with _part(folder) as part:
         with (part / "tokens.bin").open("wb") as tokens_file, (part / "mask.bin").open("wb") as mask_file:
             for tokens, mask in samples:
                 if len(tokens) != len(mask):
@@ -111,17 +117,62 @@ def write_dataset(
                 offsets.append(offsets[-1] + len(tokens))
                 anchors.append(eligible_anchors(mask))
                 supervised += int(mask.sum())
-        np.save(part / "offsets.npy", np.asarray(offsets, dtype=np.int64))
-        np.save(part / "anchors.npy", np.asarray(anchors, dtype=np.int32))
-        for name, values in (arrays or {}).items():
-            np.save(part / f"{name}.npy", values)
-        counts = {"samples": len(anchors), "tokens": offsets[-1], "supervised_tokens": supervised}
-        whole = {**meta, **counts, "eligible_anchors": sum(anchors)}
-        (part / META).write_text(json.dumps(whole, indent=1) + "\n")
+        _complete(part, np.asarray(offsets), np.asarray(anchors), supervised, meta, arrays)
         _replace(part, folder)
+    return TokenDataset.open(folder)
+
+
+def adopt_dataset(
+    folder: Path,
+    files: tuple[Path, Path],
+    lengths: NDArray[np.int64],
+    eligible: NDArray[np.int64],
+    supervised: int,
+    meta: dict[str, Any],
+    arrays: dict[str, NDArray[Any]] | None = None,
+) -> TokenDataset:
+    """The same of samples whose tokens and masks lie in two `files` already: these are not copied where the file system
+    can give a file a second name, and must not be written to any more. `lengths` and `eligible` anchors `[n]`."""
+    with _part(folder) as part:
+        for file, name in zip(files, ("tokens.bin", "mask.bin"), strict=True):
+            try:
+                os.link(file, part / name)
+            except OSError:
+                shutil.copyfile(file, part / name)
+        _complete(part, np.concatenate(([0], np.cumsum(lengths))), eligible, supervised, meta, arrays)
+        _replace(part, folder)
+    return TokenDataset.open(folder)
+
+
+@contextmanager
+def _part(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` for what is being written, gone at the end."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = folder.with_name(f"{folder.name}.part-{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        yield part
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return TokenDataset.open(folder)
+
+
+def _complete(
+    part: Path,
+    offsets: NDArray[np.int64],
+    anchors: NDArray[np.integer[Any]],
+    supervised: int,
+    meta: dict[str, Any],
+    arrays: dict[str, NDArray[Any]] | None,
+) -> None:
+    """Everything beside the tokens and masks."""
+    np.save(part / "offsets.npy", offsets.astype(np.int64))
+    np.save(part / "anchors.npy", anchors.astype(np.int32))
+    for name, values in (arrays or {}).items():
+        np.save(part / f"{name}.npy", values)
+    counts = {"samples": len(anchors), "tokens": int(offsets[-1]), "supervised_tokens": supervised}
+    whole = {**meta, **counts, "eligible_anchors": int(anchors.sum())}
+    (part / META).write_text(json.dumps(whole, indent=1) + "\n")
 
 
 def _replace(part: Path, folder: Path) -> None:

@@ -114,6 +114,7 @@ def test_a_folder_without_a_drafter_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("num_layers", 4), ("hidden_size", 32), ("vocab_size", 7)])
 def test_another_target_is_refused_with_both_values(key: str, value: int) -> None:
+    """X3: other layers, another width, another vocabulary: refused at load, before a matrix is multiplied."""
     target = {"num_layers": 6, "hidden_size": 16, "vocab_size": 6}
     check_pairing(SHAPE, target)
     with pytest.raises(RequestError, match=rf"{key} \d+ against {value}"):

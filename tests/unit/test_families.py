@@ -1,4 +1,4 @@
-"""Samples and masks on the chat templates of the promised families (tests/templates says how far they are reduced)."""
+"""Samples and masks on the chat templates of the promised families (tests/templates says which are published ones)."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ def reasoned(turn: dict[str, Any], reasoning: str) -> dict[str, Any]:
     return {**turn, "reasoning_content": reasoning}
 
 
-def samples(tokenizer: Any, *turns: dict[str, Any], thinking: Any = "keep", tools: Any = ()) -> list[Tokenised]:
+def samples(
+    tokenizer: Any, *turns: dict[str, Any], thinking: Any = "keep", tools: Any = (), each: bool = False
+) -> list[Tokenised]:
     """The samples of a conversation; each answer's tokens follow the exact tokens of a generation prompt."""
     conversation = conversation_of({"messages": list(turns), "tools": list(tools)}, "messages")
     template = Template(tokenizer, thinking)
     Fidelity(template).check(conversation)
-    drafts = drafts_of(template, conversation)
+    drafts = drafts_of(template, conversation, "each" if each else "auto")
     assert not drafts.left_out
     made = Masker(tokenizer).tokenise(drafts.texts)
     answers = [place for place, turn in enumerate(conversation.messages) if turn["role"] == "assistant"]
@@ -80,6 +82,7 @@ def learned(tokenizer: Any, made: list[Tokenised]) -> list[list[str]]:
 def test_one_question(tokenizers: dict[str, Any], family: str) -> None:
     tokenizer = tokenizers[family]
     before = "<|channel|>final<|message|>" if family == "gpt_oss" else ""
+    before = " " if family == "mistral" else before  # which is the answer's there: the prompt ends with [/INST]
     made = samples(tokenizer, USER, FOX)
     assert learned(tokenizer, made) == [[before + "the fox" + END.get(family, "<|im_end|>")]]
     starts = tokenizer.decode(made[0].ids).count("<s>")
@@ -88,9 +91,11 @@ def test_one_question(tokenizers: dict[str, Any], family: str) -> None:
 
 @pytest.mark.parametrize("family", ["smollm2", "llama3", "gemma2", "mistral"])
 def test_a_template_that_changes_nothing_makes_one_sample(tokenizers: dict[str, Any], family: str) -> None:
-    end = END.get(family, "<|im_end|>")
+    end, blank = END.get(family, "<|im_end|>"), " " * (family == "mistral")
     made = samples(tokenizers[family], USER, FOX, AGAIN, DOG)
-    assert learned(tokenizers[family], made) == [["the fox" + end, "lazy dog" + end]]
+    assert learned(tokenizers[family], made) == [[f"{blank}the fox{end}", f"{blank}lazy dog{end}"]]
+    made = samples(tokenizers[family], USER, FOX, AGAIN, DOG, each=True)
+    assert learned(tokenizers[family], made) == [[f"{blank}the fox{end}"], [f"{blank}lazy dog{end}"]]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
@@ -140,9 +145,16 @@ def test_llama_tools(tokenizers: dict[str, Any]) -> None:
 def test_mistral_moves_the_tools_and_drops_a_system_text(tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers["mistral"]
     made = samples(tokenizer, USER, FOX, AGAIN, DOG, tools=[TOOL])
-    assert learned(tokenizer, made) == [["the fox</s>"], ["lazy dog</s>"]]
+    assert learned(tokenizer, made) == [[" the fox</s>"], [" lazy dog</s>"]]
     shown = [tokenizer.decode(one.ids).index("[AVAILABLE_TOOLS]") for one in made]
-    assert shown == [3, len("<s>[INST]hello[/INST]the fox</s>")]
+    assert shown == [3, len("<s>[INST] hello[/INST] the fox</s>")]
+    numbered = {**CALL, "id": "abcdefghi"}
+    called = {"role": "assistant", "content": "", "tool_calls": [numbered]}
+    made = samples(tokenizer, USER, called, {**RESULT, "tool_call_id": "abcdefghi"}, FOX, tools=[TOOL])
+    assert learned(tokenizer, made)[-1][-1] == " the fox</s>"
+    assert '[TOOL_CALLS] [{"name": "weather"' in learned(tokenizer, made)[0][0]
+    with pytest.raises(SkipRow, match="Tool call IDs should be alphanumeric strings with length 9"):
+        samples(tokenizer, USER, {**called, "tool_calls": [CALL]}, RESULT, FOX, tools=[TOOL])
     with pytest.raises(SkipRow, match=r"template drops a turn: turn 0 \(system\)"):
         samples(tokenizer, {"role": "system", "content": "be kind"}, USER, FOX)
 
@@ -167,3 +179,44 @@ def test_gpt_oss_channels(tokenizers: dict[str, Any]) -> None:
         '<|message|>{"town": "Ulm"}<|call|>'
     ]
     assert learned(tokenizer, made)[1] == ["<|channel|>final<|message|>the fox<|return|>"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss"])
+@pytest.mark.parametrize("thinking", ["keep", "off"])
+def test_marks_of_published_templates_change_no_answer(
+    make_tokenizer: Callable[..., Any], tokenizers: dict[str, Any], family: str, thinking: str
+) -> None:
+    """T1: the same answers are learned with `{% generation %}` marks as without, behind the same prompts; the marked
+    Qwen templates keep earlier reasoning, so one sample holds what two do without."""
+    marked = make_tokenizer((FOLDER / "marked" / f"{family}.jinja").read_text())
+    marked.add_tokens([*MARKS, "</s>"], special_tokens=True)
+    assert Template(marked).marked
+    assert not Template(tokenizers[family]).marked
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    rows: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [([USER, FOX, AGAIN, DOG], {})]
+    if thinking == "keep":
+        rows.append(([USER, reasoned(FOX, "hmm"), AGAIN, reasoned(DOG, "well")], {}))
+        rows.append(([USER, reasoned(called, "ask"), RESULT, reasoned(FOX, "so")], {"tools": [TOOL]}))
+    for turns, options in rows:
+        found = []
+        for tokenizer in (tokenizers[family], marked):
+            made = samples(tokenizer, *turns, thinking=thinking, **options)
+            found.append([answer for sample in learned(tokenizer, made) for answer in sample])
+        assert found[0] == found[1]
+        assert len(found[0]) == 2
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss"])
+def test_each_turn_is_a_sample_that_shows_its_own_reasoning_alone(tokenizers: dict[str, Any], family: str) -> None:
+    tokenizer = tokenizers[family]
+    made = samples(tokenizer, USER, reasoned(FOX, "hmm"), AGAIN, reasoned(DOG, "well"), each=True)
+    assert [len(runs) for runs in learned(tokenizer, made)] == [1, 1]
+    assert ["hmm" in tokenizer.decode(one.ids) for one in made] == [True, False]
+    assert ["well" in tokenizer.decode(one.ids) for one in made] == [False, True]
+
+
+def test_qwen3_5_writes_calls_in_its_own_tags(tokenizers: dict[str, Any]) -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    made = samples(tokenizers["qwen3_5"], USER, called, RESULT, FOX, tools=[TOOL])
+    call = "<tool_call>\n<function=weather>\n<parameter=town>\nUlm\n</parameter>\n</function>\n</tool_call><|im_end|>"
+    assert learned(tokenizers["qwen3_5"], made) == [[call, "the fox<|im_end|>"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from consumer.presets import PRESETS
 from launch import init_command, site
 from launch.cli import main
 from launch.config import Config, load_config
@@ -46,6 +48,35 @@ def test_every_key_is_known_and_the_result_reads_back_as_it_was_meant(tmp_path: 
     assert loaded.data.train[0].path == str(tmp_path / "train.jsonl")
     assert (loaded.drafter.heads, loaded.drafter.head_dim) == (32, 128)
     assert loaded.drafter.taps == (1, 16, 31, 46, 61)
+
+
+QWEN3_8B = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960, "vocab_size": 151936,
+    "tie_word_embeddings": False, "dtype": "bfloat16", "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_the_config_for_the_target_of_each_preset_loads_with_and_without_it(preset: str, tmp_path: Path) -> None:
+    """Taps and sizes that `init` writes are those of the published drafters; the preset may take their place."""
+    folder = FOLDER
+    if preset == "qwen3-8b":
+        folder = tmp_path / "Qwen3-8B"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    path, loaded = written(str(folder), gpu="h200", gpus=8)
+    published = PRESETS[preset]
+    for key in ("taps", "layers", "block_size", "heads", "kv_heads", "head_dim", "mlp", "rope_theta"):
+        ours = getattr(loaded.drafter, key)
+        assert ours in (published[key], None), key
+    assert loaded.drafter.taps == published["taps"]
+    path.write_text(f'{path.read_text()}\n[drafter]\npreset = "{preset}"\n' if "[drafter]" not in path.read_text()
+                    else path.read_text().replace("[drafter]", f'[drafter]\npreset = "{preset}"', 1))  # fmt: skip
+    again = load_config(path)
+    assert again.drafter.mask_token == published["mask_token"]
+    assert again.drafter.taps == published["taps"]
 
 
 def test_the_slower_side_gets_more_cards() -> None:

@@ -6,15 +6,19 @@ import gzip
 import json
 import sys
 import types
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from producer import inputs
-from producer.inputs import read_source, source_digest, source_files
+from producer.inputs import read_source, source_bytes, source_digest, source_files
+from producer.meter import Meter
 from protocol.errors import RequestError
 
 ROWS: list[dict[str, Any]] = [{"text": f'row {n} [,] \u00e9 \\" }}'} for n in range(5)]
@@ -39,7 +43,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_an_array_gives_its_items(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None, piece_chars: int
 ) -> None:
-    monkeypatch.setattr(inputs, "_PIECE_CHARS", max(piece_chars, 4))
+    monkeypatch.setattr(inputs, "PIECE_BYTES", max(piece_chars, 4))
     path = tmp_path / "a.json"
     path.write_text("\ufeff" + json.dumps(ROWS, indent=indent, ensure_ascii=False), encoding="utf-8")
     assert values(path) == ROWS
@@ -79,20 +83,32 @@ def test_packed_files(tmp_path: Path, name: str) -> None:
 
 
 def test_zstd_with_whichever_package_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(lines(ROWS)[::-1])
-    backwards = types.ModuleType("zstandard")
-    backwards.open = lambda name, mode: __import__("io").BytesIO(Path(name).read_bytes()[::-1])  # type: ignore[attr-defined]
+    """All frames are read, and a file that is cut off is named; zlib stands in for a package that is not there."""
+    packed = types.ModuleType("zstandard")
+    packed.ZstdError = zlib.error  # type: ignore[attr-defined]
+    packed.ZstdDecompressor = lambda: types.SimpleNamespace(decompressobj=zlib.decompressobj)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "compression.zstd", None)
-    monkeypatch.setitem(sys.modules, "zstandard", backwards)
-    assert values(path) == ROWS
+    monkeypatch.setitem(sys.modules, "zstandard", packed)
+    check_zstd(tmp_path / "a.jsonl.zst", zlib.compress)
 
 
 def test_real_zstd(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
-    path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(zstandard.ZstdCompressor().compress(lines(ROWS)))
-    assert values(path) == ROWS
+    check_zstd(tmp_path / "a.jsonl.zst", zstandard.ZstdCompressor().compress)
+
+
+def check_zstd(path: Path, compress: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(compress(lines(ROWS)) + compress(lines(ROWS[:1])))
+    assert values(path) == [*ROWS, ROWS[0]]
+    array = path.with_name("a.json.zst")
+    array.write_bytes(compress(json.dumps(ROWS).encode()))
+    assert values(array) == ROWS
+    path.write_bytes(compress(lines(ROWS * 50))[:-9])
+    with pytest.raises(RequestError, match=r"cannot be read behind row \d+: the file is cut off"):
+        values(path)
+    path.write_bytes(b"not packed at all")
+    with pytest.raises(RequestError, match="cannot be read behind row 0: "):
+        values(path)
 
 
 def test_real_parquet(tmp_path: Path) -> None:
@@ -106,16 +122,23 @@ def test_parquet_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     class File:
         def __init__(self, path: Path) -> None:
             assert path.name == "a.parquet"
+            self.metadata = types.SimpleNamespace(num_rows=len(ROWS))
 
         def iter_batches(self, batch_size: int) -> Any:
-            yield from (types.SimpleNamespace(to_pylist=lambda part=part: part) for part in (ROWS[:3], ROWS[3:]))
+            for part in (ROWS[:3], ROWS[3:]):
+                yield types.SimpleNamespace(to_pylist=lambda part=part: part, num_rows=len(part))
 
     module = types.ModuleType("pyarrow.parquet")
     module.ParquetFile = File  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pyarrow", types.ModuleType("pyarrow"))
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", module)
-    found = list(read_source(str(tmp_path / "a.parquet")))
-    assert [(number, value) for _, number, value in found] == list(enumerate(ROWS, start=1))
+    (tmp_path / "a.parquet").write_bytes(bytes(100))
+    meter, found, seen = Meter(), [], []
+    for _, number, value in read_source(str(tmp_path / "a.parquet"), meter):
+        found.append((number, value))
+        seen.append(meter.at)
+    assert found == list(enumerate(ROWS, start=1))
+    assert seen == [300 // len(ROWS)] * 3 + [100] * (len(ROWS) - 3)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +166,7 @@ def test_hub_sets_go_through_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Loaded(list[Any]):
         _fingerprint = "abc"
+        data = types.SimpleNamespace(nbytes=1000)
 
     def load_dataset(name: str, split: str) -> Loaded:
         asked.append((name, split))
@@ -157,6 +181,7 @@ def test_hub_sets_go_through_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values("hub:some/set:test[:10]") == ROWS
     assert asked == [("some/set", "train"), ("some/set", "test[:10]")]
     assert source_digest("hub:some/set") == "abc"
+    assert source_bytes("hub:some/set") == 1000
     with pytest.raises(RequestError, match="hub:none: no such data set"):
         values("hub:none")
 
@@ -196,35 +221,29 @@ def test_a_digest_knows_content_and_not_place(folder: Path, tmp_path: Path) -> N
     assert source_digest(str(moved)) != before
 
 
-def test_reading_is_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_is_a_stream(tmp_path: Path) -> None:
     """Nothing behind the rows that were asked for is read."""
     path = tmp_path / "a.json"
     path.write_text(json.dumps(ROWS * 20_000))
-    read: list[int] = []
-
-    opened = inputs._opened
-
-    def counting(name: Path) -> Any:
-        stream = opened(name)
-        inner = stream.read
-
-        class Counted:
-            def __enter__(self) -> Any:
-                return self
-
-            def __exit__(self, *what: object) -> None:
-                stream.close()
-
-            def seek(self, place: int) -> int:
-                return stream.seek(place)
-
-            def read(self, size: int) -> bytes:
-                read.append(size)
-                return inner(size)
-
-        return Counted()
-
-    monkeypatch.setattr(inputs, "_opened", counting)
-    rows = read_source(str(path))
+    meter = Meter()
+    rows = read_source(str(path), meter)
     assert next(rows)[2] == ROWS[0]
-    assert sum(read) < path.stat().st_size
+    assert 0 < meter.at < path.stat().st_size
+    assert len(list(rows)) == 20_000 * len(ROWS) - 1
+    assert meter.at == path.stat().st_size
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_meter_counts_bytes_as_they_lie(tmp_path: Path, name: str) -> None:
+    """Over several files, packed or not."""
+    for part in ("1", "2"):
+        noise = np.random.default_rng(0).bytes(4 << 20).hex()
+        plain = lines([{"text": noise[place : place + 4096]} for place in range(0, len(noise), 4096)])
+        (tmp_path / f"{part}{name}").write_bytes(gzip.compress(plain, 1) if name.endswith("gz") else plain)
+    meter, seen = Meter(source_bytes(str(tmp_path))), []
+    for place, _ in enumerate(read_source(str(tmp_path), meter)):
+        if place in (1024, 2048, 3072):  # of 4,096
+            seen.append(meter.at / meter.total_bytes)
+    assert 0.15 < seen[0] < 0.5 <= seen[1] < 0.9
+    assert seen[1] < seen[2] <= 1
+    assert meter.at == meter.total_bytes == sum(file.stat().st_size for file in tmp_path.iterdir())

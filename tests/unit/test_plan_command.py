@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from launch import plan_command, site
 from launch.cli import main
 from launch.config import Config, load_config
+from launch.kept import kept_path
 from launch.machine import Gpu
+from launch.measurements import Measurements, write_measurements
 from launch.placement import GpusConfig
 from launch.plan_command import Request, plan_run
 from launch.plan_table import describe
@@ -183,3 +186,34 @@ def test_auto_is_the_quickest_split_and_another_one_is_seen_beside_it(config: Pa
     assert even["hours"]["total"] == pytest.approx(even["splits"]["4:4"])
     assert "4:4 (this plan)" in "\n".join(describe(even))
     assert planned(config, eight, "target.dtype=float32")["splits"] == {}
+
+
+def test_hours_come_from_what_tune_measured_here(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the split that a run would take after `tune`, and of a given one; a table of cards until then."""
+    gpu = Gpu("NVIDIA H200", 141 << 30, 141 << 30)
+    monkeypatch.setattr(site, "visible_gpus", lambda: [gpu] * 4)
+    monkeypatch.setattr(site, "free_memory_bytes", lambda: 1 << 40)
+    request = asked(TOLD, samples=1_000, mean_tokens=360)
+    bill = planned(config, request)
+    assert bill["hours"]["source"] == "cards"
+    assert any("an estimate from a table of cards" in line for line in describe(bill))
+    loaded = load_config(config, [])
+    work = {"steps": [[(100, 50)] * 840] * 4, "tokens_per_epoch": 1_000_000, "epochs": 3, "microbatch_tokens": 100,
+            "microbatch_draft_tokens": 1000, "anchors": 8, "bytes_per_token": 1000}  # fmt: skip
+    trainer = {"cost_s": 100 / 500 / (100 + 12 * 50)}  # 500 tokens/s a rank, 1,000 a producer
+    room = {"gpu_bytes": 10**12, "host_bytes": 10**12, "slot_bytes": 10**6}
+    kept = {"producers": [{"tokens_per_s": 1000.0}], "trainer": trainer, "work": work, "room": room}
+    write_measurements(kept_path(loaded, [gpu] * 4), msgspec.convert(kept, Measurements))
+    bill = planned(config, request)
+    epochs = loaded.train.epochs
+    assert bill["hours"]["source"] == "measured"
+    assert [row["needs"].keys() for row in bill["devices"]] == [{"producer"}] + [{"consumer"}] * 3
+    assert bill["hours"]["producer"] == pytest.approx(epochs * 360_000 / 1000 / 3600)
+    assert bill["hours"]["total"] == pytest.approx(epochs * 360_000 / 1000 / 3600, rel=0.02)
+    assert bill["hours"]["consumer"] == pytest.approx(epochs * 360_000 / 1500 / 3600)
+    assert list(bill["splits"]) == ["1:3", "2:2", "3:1"]
+    assert bill["splits"]["1:3"] == pytest.approx(bill["hours"]["total"])
+    assert any("from what draftwire tune measured here" in line for line in describe(bill))
+    assert planned(config, asked(request, gpu="h200", gpus=4))["hours"]["source"] == "cards"
+    bill = planned(config, request, "gpus.split=3:1")
+    assert bill["hours"]["total"] == pytest.approx(epochs * 360_000 / 500 / 3600, rel=0.02)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ import numpy as np
 import pytest
 
 from producer.config import DataConfig, SourceConfig, TargetConfig, check
-from producer.prepare import prepare, report_of, unused_special_ids
+from producer.prepare import prepare, report_of
 from producer.samples import SampleMaker, tokenizer_fingerprint
+from producer.unspool import unused_special_ids
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError
 
@@ -60,26 +60,6 @@ def test_every_row_is_kept_or_counted(run: Callable[..., TokenDataset]) -> None:
     assert lines == [51, 52, 53, 54, 55, 56, 57]
     assert report.tokens == dataset.lengths.sum() == dataset.meta["tokens"]
     assert 0 < report.supervised_tokens < report.tokens
-
-
-def test_long_rows_among_short_ones_end_with_the_same_bytes_each_time(
-    run: Callable[..., TokenDataset], tmp_path: Path
-) -> None:
-    """H5: 20 rows of some 40,000 tokens and 20 short ones, with the model library imported. There are no worker
-    processes to get stuck in; rows keep their order, and a second run writes the same files."""
-    import transformers  # noqa: F401
-
-    answer = "hello world how are you today " * 5_600
-    rows = [chat(f"question {row}", answer if row % 2 else f"short {row}") for row in range(40)]
-    written = []
-    for _ in range(2):
-        dataset = run(rows, max_length=65_536)
-        assert (dataset.lengths[1::2] > 32_768).all()
-        assert (dataset.lengths[::2] < 100).all()
-        written.append([path.read_bytes() for path in sorted((tmp_path / "dataset").iterdir())])
-        shutil.rmtree(tmp_path / "dataset")
-    assert len(dataset) == 40
-    assert written[0] == written[1]
 
 
 def test_strict_stops_at_the_first_bad_row(run: Callable[..., TokenDataset], tmp_path: Path) -> None:

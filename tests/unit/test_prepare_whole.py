@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 
 from producer import chunks, pool, spooling
 from producer.config import DataConfig, SourceConfig
-from producer.prepare import auto_length, prepare, report_of
+from producer.prepare import prepare, report_of
+from producer.unspool import auto_length
 from protocol.dataset import TokenDataset
 from protocol.errors import RequestError, RunError
 
@@ -53,16 +55,10 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, make_tokeni
 def test_a_worker_that_dies_is_named(
     tmp_path: Path, make_tokenizer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "_begin", _die)
+    monkeypatch.setattr(pool, "_COMMAND", (sys.executable, "-c", "import sys; sys.exit(9)"))
     data = DataConfig(train=[write(tmp_path / "chats.jsonl", [chat("q", "the fox")])])
     with pytest.raises(RunError, match="a tokenising process died"):
         prepare(data, make_tokenizer(), FACTS, tmp_path / "d", workers=2)
-
-
-def _die(*_: Any) -> None:
-    import os
-
-    os._exit(9)
 
 
 @pytest.mark.parametrize("max_length", [64, "auto"])
@@ -101,8 +97,10 @@ def test_interrupted_work_goes_on_and_ends_with_the_same_bytes(
     assert content(dataset) == content(whole)
     assert len(seen) == 20 - 9
     assert said[0] == "prepare: going on behind 63 rows that an interrupted attempt has done"
-    assert said[1].startswith("prepare: 70 rows, 63 kept, ")
-    assert said[1].endswith(" tokens/s")
+    assert said[1].startswith("prepare: 77 %, 70 rows, 63 kept, ")
+    assert said[1].endswith(" tokens/s, left: not known yet")  # nothing of this attempt to judge by
+    assert said[2].startswith("prepare: 77 %, 77 rows")
+    assert said[-1].startswith("  skipped 13: unknown row format")
     assert not (tmp_path / "d.work").exists()
 
 
@@ -159,8 +157,12 @@ def test_automatic_length_keeps_98_percent(tmp_path: Path, make_tokenizer: Calla
 def test_automatic_length_of_known_masks() -> None:
     mask = np.zeros(300, np.uint8)
     mask[:98] = mask[128:130] = 1
-    assert auto_length(mask, np.asarray([300])) == 128  # 98 of 100 end at 98
-    assert auto_length(mask[:100], np.asarray([100])) == 100
+    whole = (mask, np.asarray([300]))
+    assert auto_length(iter([whole])) == (128, 100)  # 98 of 100 end at 98
+    assert auto_length(iter([(mask[:100], np.asarray([100]))])) == (100, 98)
+    ten = (np.tile(mask[:100], 10), np.full(10, 100))  # in pieces: the masks of all count
+    assert auto_length(iter([whole, ten])) == (128, 1080)
+    assert auto_length(iter([ten, whole])) == (128, 1080)
 
 
 def test_samples_of_the_limit_and_no_more(tmp_path: Path, make_tokenizer: Callable[..., Any]) -> None:

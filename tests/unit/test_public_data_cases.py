@@ -97,6 +97,18 @@ def test_content_forms_become_the_same_text(run: Run) -> None:
     assert not any("[{" in text or "'type'" in text or "None" in text for text in found)
 
 
+def test_half_a_surrogate_pair_costs_one_row(run: Run) -> None:
+    """D2: JSON may write it, no tokenizer can read it; in a turn and in a document."""
+    broken = "a\ud800b"
+    rows = [row(("user", broken), ("assistant", "fox")), {"text": broken}, row(("user", "q"), ("assistant", "the fox"))]
+    dataset, report, _ = run(rows)
+    assert len(dataset) == 1
+    assert report.skipped == {"half a surrogate pair in the text": 2}
+    (first, second) = report.examples["half a surrogate pair in the text"]
+    assert ":1: character " in first
+    assert second.endswith(":2: character 1")
+
+
 def test_any_order_of_turns_is_kept_whole_or_named(run: Run) -> None:
     """D4: rows in = kept + skipped, and every turn of a kept row stands in its text."""
     orders = [
