@@ -13,7 +13,7 @@ import msgspec
 
 from producer.config import HUB, DataConfig, SourceConfig
 from producer.inputs import source_digest, source_files
-from producer.preparing import PrepareReport, describe
+from producer.preparing import PrepareReport
 from producer.samples import SampleMaker
 from producer.spool import Spool, alone
 from producer.spooling import spool_rows
@@ -64,8 +64,6 @@ def prepare(
             spool.close()  # to go on from its last saved state
             raise
         spool.discard()
-    for line in describe(report_of(dataset)):
-        say(line)
     return dataset
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from producer.locate import read_target_facts
-from producer.prepare import prepare
+from producer.prepare import prepare, report_of
+from producer.preparing import describe
 from producer.setup_args import PrepareArgs
 from producer.template import load_tokenizer
 from protocol.child import run_child
@@ -29,7 +30,8 @@ def main(path: str) -> None:
     folder = Path(args.target_dir)
     tokenizer = load_tokenizer(folder, args.target.trust_remote_code)
     facts = read_target_facts(folder)
-    prepare(args.data, tokenizer, facts, Path(args.dataset_dir), lambda line: print(line, flush=True))
+    dataset = prepare(args.data, tokenizer, facts, Path(args.dataset_dir), lambda line: print(line, flush=True))
+    print(*describe(report_of(dataset)), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from producer.drafter_init import init_fingerprint, write_drafter_init
 from producer.evalshard import held_out_prompts, shard_fingerprint, write_eval_shard
 from producer.keepsakes import Keepsakes
 from producer.locate import read_target_facts, target_fingerprint
-from producer.prepare import prepare
+from producer.prepare import prepare, report_of
+from producer.preparing import describe
 from producer.ranks import loaded
 from producer.samples import SampleMaker
 from producer.selfcheck import self_check, some_samples
@@ -69,6 +70,8 @@ def _make_what_is_missing(args: SetupArgs, target: Callable[[], Target], say: Sa
         raise RequestError(f"drafter.taps: {wrong[0]} is not a layer; {folder.name} has 0 to {facts['num_layers'] - 1}")
     tokenizer = load_tokenizer(folder, args.target.trust_remote_code)
     dataset = prepare(args.data, tokenizer, facts, Path(args.dataset_dir), say)
+    for line in describe(report_of(dataset)):
+        say(line)
     held = int(Cache.open(Path(args.cache_dir)).held(dataset).sum()) if args.cache_dir is not None else 0
     if args.cached_only:
         say(f"cache: {held} of the {len(dataset)} samples are in {args.cache_dir}")
