@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from launch.config import Config
+from launch.disk import existing
 from protocol.cache import Cache
 from protocol.cache_config import CacheConfig
 from protocol.dataset import TokenDataset
@@ -92,7 +93,4 @@ def cache_of(folder: Path, width: int, dtype: str, taps: tuple[int, ...]) -> Cac
 
 def disk_of(folder: Path) -> shutil._ntuple_diskusage:
     """The disk of a folder that need not be there yet."""
-    there = folder.resolve()
-    while not there.exists():
-        there = there.parent
-    return shutil.disk_usage(there)
+    return shutil.disk_usage(existing(folder))
