@@ -103,7 +103,10 @@ class Coordinator:
             self._flush()
             self._tick(time.monotonic())
         self._flush()
-        self._journal.write("stream", self._state(time.monotonic()))
+        state = self._state(time.monotonic())
+        self._journal.write("stream", state)
+        if (launcher := self._seats.get(LAUNCHER)) is not None:
+            self._send_to(launcher, Snapshot(state=state | self.tally.news()))
 
     def _receive(self, seat: Seat, frame: bytes) -> None:
         try:

@@ -17,6 +17,7 @@ import msgspec
 from consumer.checkpoints import newest_good, read_cursor
 from launch.live import Screen
 from launch.machine import threads_per_process
+from launch.news import News
 from launch.rendezvous import ranks_environment
 from launch.restarts import RESTARTS, Restarts
 from launch.signals import Interrupted, Signals
@@ -69,12 +70,11 @@ class Crew:
         self._last_words: str | None = None
         self._again: Again | None = None
         self._filled: dict[str, int] = {}  # blocks by producer
-        self._checkpoint_problem: str | None = None
         self._deadline = math.inf
         self._children: dict[str, Child] = {}
         self._peer: Peer | None = None
         self._stopping = self._cooling = False
-        self._told = 0  # of the coordinator's news
+        self._news = News()
 
     def work(self, over: Callable[[], bool] = lambda: False) -> tuple[str, str]:
         """("done" | "interrupted" | "again" | "over", reason): "again": the run is to go on with other processes,
@@ -108,6 +108,9 @@ class Crew:
         if self._peer is not None and self._alive("coordinator"):
             self._peer.send(Order(order="done"))
             self._children["coordinator"].wait(GRACE_S)
+            while not self._peer.inbox.empty():  # it tells what has happened since it was last heard
+                if isinstance(message := self._peer.inbox.get_nowait(), Snapshot):
+                    self._note(message.state)
         for child in self._children.values():
             grace_s = SHARD_GRACE_S if child.name == REPLAY else GRACE_S
             child.end(grace_s if self._signals.wishes < 2 else 0.0)
@@ -183,12 +186,8 @@ class Crew:
 
     def _note(self, state: dict[str, Any]) -> None:
         self._step, self._filled = state["step"], state["filled"]
-        for line in state["news"][max(0, len(state["news"]) - state["news_count"] + self._told) :]:
+        for line in self._news.of(state):
             self._screen.say(line)
-        self._told = state["news_count"]
-        if (problem := state["checkpoint_problem"]) != self._checkpoint_problem:
-            self._checkpoint_problem = problem
-            self._screen.say(f"not saved: {problem}; the run goes on, and so do the checkpoints before it")
 
     def _tend(self) -> None:
         """Starts again whoever died, for as long as that makes sense."""

@@ -74,7 +74,7 @@ def test_case_k2_the_estimate_is_within_5_percent_of_the_true_size(
     assert drawn["anchor_coverage"] == pytest.approx(exact["anchor_coverage"], rel=0.1)
     # Against the free disk, before anything is written.
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(plan_command.shutil, "disk_usage", lambda path: usage._replace(free=true // 3))
+    monkeypatch.setattr(plan_command, "disk_of", lambda folder: usage._replace(free=true // 3))
     text = "\n".join(describe(plan_run(config, Request(), lambda line: None)))
     assert "33 % of it would fit" in text or "34 % of it would fit" in text
 
