@@ -39,7 +39,8 @@ def write_target(folder: Path, config: dict[str, Any], device: str) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """About one token a word of WORDS; ids below those of the special tokens of real models, which stay unused."""
+    """About one token a word of WORDS, few for what the template writes; ids below 1,000, far from those of the special
+    tokens of real models, which stay unused."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -47,10 +48,11 @@ def write_tokenizer(folder: Path) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=1000, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator([" " + " ".join(WORDS)] * 3, trainer)
+    template = TEMPLATE.read_text(encoding="utf-8")
+    tokenizer.train_from_iterator([" " + " ".join(WORDS), template] * 3, trainer)
     fast: Any = transformers.PreTrainedTokenizerFast
     wrapped = fast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    wrapped.chat_template = TEMPLATE.read_text(encoding="utf-8")
+    wrapped.chat_template = template
     wrapped.save_pretrained(folder)
 
 

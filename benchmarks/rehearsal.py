@@ -1,11 +1,13 @@
 """The whole job on a random target of a real shape: does what `plan` says come true, and does a run survive its day?
 
-    python benchmarks/rehearsal.py [--shape tiny|qwen3.6-27b] [--device cpu|cuda] [--folder DIR] [--json]
+    python benchmarks/rehearsal.py [--shape tiny|qwen3.6-27b] [--device cpu|cuda] [--folder DIR]
+                                   [--set A.B=C ...] [--json]
 
-Writes the target, its tokenizer and chats with tools and thinking into DIR (of 60 GB for the large shape), then does
-what a user of examples/qwen3.6-27b.toml does, one GPU for each role: plan; a run whose producer is killed with SIGKILL,
-that is stopped and resumed, with the features of its last steps spilled into a bounded cache; evaluation, export,
-`cache verify`. Each figure is printed beside what `plan` had said of it.
+Writes the target, its tokenizer and chats with tools and thinking into DIR (of 120 GB for the large shape; a target
+that is there stays), then does what a user of examples/qwen3.6-27b.toml does, one GPU for each role unless --set
+gpus.split=shared: plan; a run whose producer is killed with SIGKILL, that is stopped and resumed, with the features of
+its last steps spilled into a bounded cache; evaluation, export, `cache verify`. Each figure is printed beside what
+`plan` had said of it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ EXAMPLE = ROOT / "examples/qwen3.6-27b.toml"
 FIXTURE = ROOT / "tests/fixtures/qwen3.6-27b/config.json"
 TINY = {
     "model_type": "qwen3_5_text",
-    "vocab_size": 512,
+    "vocab_size": 1024,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 8,
@@ -147,13 +149,13 @@ def prepare(folder: Path, shape: str, device: str) -> list[str]:
         "eval.max_new_tokens": 64 if large else 12,
     }
     if not large:
-        sets |= {"train.anchors": 32, "data.max_length": 512}
+        sets |= {"train.anchors": 32, "data.max_length": 768}
     return [f"{key}={value}" for key, value in sets.items()]
 
 
 def rehearse(one: Rehearsal, large: bool) -> list[dict[str, Any]]:
     planned = json.loads(one.call("plan", "config.toml", "--json", configured=True))
-    planned["batch_tokens"] = next(int(text.split("=")[1]) for text in one.overrides if "batch_tokens" in text)
+    planned["batch_tokens"] = [int(text.split("=")[1]) for text in one.overrides if "batch_tokens" in text][-1]
     running = one.run()
     one.wait(running, KILLED)
     one.kill("producer.worker")
@@ -209,10 +211,11 @@ def main() -> None:
     parser.add_argument("--shape", default="tiny", choices=["tiny", "qwen3.6-27b"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/rehearsal"))
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
-    overrides = prepare(asked.folder, asked.shape, asked.device)
+    overrides = prepare(asked.folder, asked.shape, asked.device) + asked.overrides
     publish(rehearse(Rehearsal(asked.folder.resolve(), overrides), asked.shape != "tiny"), asked.json)
 
 

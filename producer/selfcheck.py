@@ -1,9 +1,9 @@
 """The self-check of a loaded target: samples in one padded batch against each alone, tap by tap.
 
 Two implementations of one model, or one at two batch shapes, differ by rounding. How much is measured, not assumed: the
-longest sample repeated to the batch's size, without padding, against itself alone is the noise floor. What is compared
-with it are the mean cosine and the 99th percentile of the error, never the single worst value: a mixture of experts
-flips an expert now and then, and rightly so.
+longest sample repeated to the batch's size, without padding, against itself alone is the noise floor, but never less
+than a part of the dtype's own step. What is compared with it are the mean cosine and the 99th percentile of the error,
+never the single worst value: a mixture of experts flips an expert now and then, and rightly so.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ PERCENTILE = 99.0
 # Of the dataset: enough lengths for real padding, few enough tokens for a slow CPU.
 SAMPLES = 5
 LONGEST = 512
+# The floor in steps of the dtype at 1, at least: where both ways happen to round alike it would come out as zero, and
+# one other rounding of a bfloat16 state be taken for an error. FLOOR_FACTOR times this is one step.
+LEAST_STEPS = 0.25
 
 Samples = Sequence[NDArray[np.int32]]
 
@@ -76,7 +79,8 @@ def compare(target: Target, taps: Taps, alone: torch.Tensor, samples: Samples) -
         scale = max(float(expected.square().mean().sqrt()), 1e-30)
         cosine = float(torch.nn.functional.cosine_similarity(found, expected, dim=-1).mean())
         error = _error(found - expected, scale)
-        floor = _error(repeated[:, columns].float() - expected[:longest], scale)
+        measured = _error(repeated[:, columns].float() - expected[:longest], scale)
+        floor = max(measured, torch.finfo(alone.dtype).eps * LEAST_STEPS)
         checks.append(TapCheck(tap, *statistics(alone[:, columns]), cosine, error, floor))
     return checks
 

@@ -70,6 +70,28 @@ def test_one_that_sees_it_in_spite_of_the_mask_is_refused_by_the_name_of_its_tap
         self_check(target, TAPS, samples, compiled=False)
 
 
+@pytest.mark.parametrize(("dtype", "sound"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_another_rounding_of_the_dtype_is_no_error_where_the_floor_comes_out_at_zero(
+    make_model: Callable[..., Any], samples: Any, dtype: torch.dtype, sound: bool
+) -> None:
+    facts = {"num_layers": 4, "hidden_size": HIDDEN, "vocab_size": 400, "model": "tiny"}
+    target = as_target(make_model("llama").to(dtype), facts)
+
+    def round_otherwise(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if len(output) > 1 and bool((args[0][0] != args[0][1]).any()):  # the rows of the floor are equal
+            output[..., ::16] *= 1 + 2**-8  # the next number of bfloat16
+        return output
+
+    target.layers[2].register_forward_hook(round_otherwise)
+    if sound:
+        padding_mask, checks = self_check(target, TAPS, samples, compiled=False)
+        assert not padding_mask
+        assert checks[1].error > 0
+    else:
+        with pytest.raises(RunError, match=r"self-check: tap 2: "):
+            self_check(target, TAPS, samples, compiled=False)
+
+
 def test_a_sample_that_is_not_finite_by_itself_is_left_out_and_only_that(target: Target, samples: Any) -> None:
     with torch.no_grad():
         target.embedding.weight[399] = float("nan")  # type: ignore[index, operator]
