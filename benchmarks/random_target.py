@@ -28,12 +28,19 @@ TOOLS = [
 ]
 
 
+WRITES_RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+
+
 def write_target(folder: Path, config: dict[str, Any], device: str) -> None:
     """A causal language model of a text `config`, in bf16, with its tokenizer."""
     auto: Any = transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     with torch.device(device):
         model = auto.from_config(transformers.AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    # As trained models begin (GPT-2, section 2.3): the residual stream does not grow with depth, nor rounding in it.
+    for name, weight in model.named_parameters():
+        if name.endswith(WRITES_RESIDUAL):
+            weight.data *= (2 * config["num_hidden_layers"]) ** -0.5
     model.save_pretrained(folder, max_shard_size="5GB")
     write_tokenizer(folder)
 

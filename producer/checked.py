@@ -22,7 +22,8 @@ LEAST_FLOOR = 1e-4
 
 class TapCheck(msgspec.Struct, frozen=True):
     """One tap over all tokens of the samples alone: `mean`, `deviation`, share of exact zeros; and how the padded batch
-    compares: mean cosine over tokens, error and noise floor as the 99th percentile over the tap's root mean square."""
+    compares: mean cosine over tokens, error as the 99th percentile over the tap's root mean square. `floor_cosine` and
+    `floor` are the same of the noise floor."""
 
     tap: int
     mean: float
@@ -31,16 +32,23 @@ class TapCheck(msgspec.Struct, frozen=True):
     cosine: float
     error: float
     floor: float
+    floor_cosine: float = 1.0
 
     @property
     def sound(self) -> bool:
         """Whether the batch equals the samples alone, but for rounding."""
-        return self.cosine >= LEAST_COSINE and self.error <= FLOOR_FACTOR * max(self.floor, LEAST_FLOOR)
+        return self.cosine >= self.least_cosine and self.error <= FLOOR_FACTOR * max(self.floor, LEAST_FLOOR)
+
+    @property
+    def least_cosine(self) -> float:
+        """LEAST_COSINE, unless rounding alone turns the states further than that."""
+        return LEAST_COSINE if self.floor_cosine >= LEAST_COSINE else 1 - FLOOR_FACTOR * (1 - self.floor_cosine)
 
     def __str__(self) -> str:
+        floor = f"{self.floor:.2e}" + (f", cosine {self.floor_cosine:.6f}" if self.floor_cosine < LEAST_COSINE else "")
         return (
             f"tap {self.tap}: mean {self.mean:.3g}, deviation {self.deviation:.3g}, zeros {self.zeros:.1%}; batched "
-            f"against alone: cosine {self.cosine:.6f}, error {self.error:.2e} (noise floor {self.floor:.2e})"
+            f"against alone: cosine {self.cosine:.6f}, error {self.error:.2e} (noise floor {floor})"
         )
 
 

@@ -77,11 +77,11 @@ def compare(target: Target, taps: Taps, alone: torch.Tensor, samples: Samples) -
         columns = slice(place * hidden, (place + 1) * hidden)
         expected, found = alone[:, columns].float(), together[:, columns].float()
         scale = max(float(expected.square().mean().sqrt()), 1e-30)
-        cosine = float(torch.nn.functional.cosine_similarity(found, expected, dim=-1).mean())
+        noisy = repeated[:, columns].float()
+        floor = max(_error(noisy - expected[:longest], scale), torch.finfo(alone.dtype).eps * LEAST_STEPS)
+        cosine, floor_cosine = _cosine(found, expected), _cosine(noisy, expected[:longest])
         error = _error(found - expected, scale)
-        measured = _error(repeated[:, columns].float() - expected[:longest], scale)
-        floor = max(measured, torch.finfo(alone.dtype).eps * LEAST_STEPS)
-        checks.append(TapCheck(tap, *statistics(alone[:, columns]), cosine, error, floor))
+        checks.append(TapCheck(tap, *statistics(alone[:, columns]), cosine, error, floor, floor_cosine))
     return checks
 
 
@@ -96,6 +96,10 @@ def some_samples(dataset: TokenDataset) -> list[NDArray[np.int32]]:
     order = np.argsort(-dataset.lengths, kind="stable")
     places = np.unique(np.linspace(0, len(order) - 1, SAMPLES).astype(int))
     return [dataset.tokens(int(order[place]))[:LONGEST] for place in places]
+
+
+def _cosine(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(found, expected, dim=-1).mean())
 
 
 def _error(difference: torch.Tensor, scale: float) -> float:

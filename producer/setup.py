@@ -20,7 +20,7 @@ import msgspec
 import torch
 import transformers
 
-from producer.checked import FILE_NAME, SelfCheck, read_self_check
+from producer.checked import FILE_NAME, LEAST_COSINE, SelfCheck, read_self_check
 from producer.drafter_init import init_fingerprint, write_drafter_init
 from producer.evalshard import held_out_prompts, shard_fingerprint, write_eval_shard
 from producer.keepsakes import Keepsakes
@@ -134,6 +134,11 @@ def _check_target(args: SetupArgs, dataset: TokenDataset, weights: str, target: 
     padding_mask, taps = self_check(target(), args.taps, some_samples(dataset), compiled)
     for check in taps:
         say(str(check))
+    if noisy := [check.tap for check in taps if check.floor_cosine < LEAST_COSINE]:
+        say(
+            f"rounding alone turns the states of tap {noisy[0]} further than a cosine of {LEAST_COSINE}, without any "
+            f"padding: a server's features will differ as much; target.compile = false may make it less"
+        )
     say(f"self-check passed; batches run {'with' if padding_mask else 'without'} their padding mask")
     found = SelfCheck(fingerprint=fingerprint, padding_mask=padding_mask, taps=taps)
     part = run_dir / f"{FILE_NAME}.part"

@@ -116,6 +116,15 @@ def test_nan_is_never_sound() -> None:
     assert TapCheck(**good | {"error": 2e-3, "floor": 6e-4}).sound
 
 
+def test_where_rounding_alone_turns_the_states_a_batch_may_do_so_too_but_not_much_more() -> None:
+    noisy = {"tap": 31, "mean": 0.0, "deviation": 19.4, "zeros": 0.0, "error": 0.142, "floor": 0.142}
+    assert TapCheck(**noisy, cosine=0.9985, floor_cosine=0.9985).sound
+    assert not TapCheck(**noisy, cosine=0.993, floor_cosine=0.9985).sound
+    assert not TapCheck(**noisy, cosine=0.9985, floor_cosine=0.9991).sound
+    assert "(noise floor 1.42e-01, cosine 0.998500)" in str(TapCheck(**noisy, cosine=0.9985, floor_cosine=0.9985))
+    assert "(noise floor 1.42e-01)" in str(TapCheck(**noisy, cosine=0.9995, floor_cosine=0.9991))
+
+
 def test_statistics_of_a_tap() -> None:
     mean, deviation, zeros = statistics(torch.tensor([[0.0, 2.0], [0.0, 2.0]], dtype=torch.bfloat16))
     assert (mean, deviation, zeros) == (1.0, 1.0, 0.5)
